@@ -43,7 +43,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, function, playback, program_cache, recorder, traced_array, transforms
+from mpiad.programs import calls_on_tape, function, interpretation, program_cache, recorder, traced_array, transforms
 from mpiad.programs import operation as operations
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
@@ -854,17 +854,17 @@ NAMED = {
     custom_operators: "CustomOperator.__call__ CustomOperator.run CustomOperator.body CustomOperator._as_one_node",
     backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
-    playback: "PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end message_counts "
-    "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
+    interpretation: "Interpretation.__enter__ Interpretation.__exit__ Interpretation.end message_counts "
+    "Interpretation.communicate Interpretation._logged Interpretation._run",
     function: "Jitted.__call__ Jitted._replayed",
-    program_cache: "ProgramCache.entry_or_watch ProgramCache.program "
-    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
+    program_cache: "ProgramCache.entry ProgramCache.compiled ProgramCache.program "
+    "ProgramCache.fail ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
     "optional_program traced_parts",
-    calls_on_tape: "_run_on_tape _traced_on_tape",
+    calls_on_tape: "_traced_on_tape _noted _run",
     operations: "CompiledOperation.__call__ CompiledOperation._run CompiledOperation._derive",
     transforms: "Evaluation.run Evaluation.called recorded vjp jvp linearized",
-    recorder: "Recorder.__enter__ Recorder.__exit__ Recorder.end Recorder.raise_own Recorder.arguments Recorder.call "
-    "Recorder._run Recorder._untraced Recorder._step _report_recording",
+    recorder: "Recorder.__enter__ Recorder.__exit__ Recorder.end Recorder.arguments Recorder.call "
+    "Recorder.communicate Recorder._noted Recorder._step _report_recording",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
     channels: "report_to_recorders Channel.begin Channel.leave Channel._drop_sent",

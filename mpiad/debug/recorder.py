@@ -46,12 +46,12 @@ def _recorded_exit(
 
 
 def _begin_phase(key: object, name: str) -> None:
-    for recorder in tuple(_active):
+    for recorder in calls.reported_to(_active):
         recorder.phase_began(key, name)
 
 
 def _end_phase(key: object) -> None:
-    for recorder in tuple(_active):
+    for recorder in calls.reported_to(_active):
         recorder.phase_ended(key)
 
 

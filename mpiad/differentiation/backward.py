@@ -53,13 +53,16 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Array, bool]:
         return _with_sparse(total, owned, g), True
     if kind in _boxes or type(total) in _boxes or isinstance(g, (tuple, list, dict)):
         space = vspace(g)
-        return (space.mut_add(total, g) if owned else space.add(total, g)), True
+        # A program of a compiled function that records this call needs the total from before.
+        return (space.mut_add(total, g) if owned and not is_device_array(total) else space.add(total, g)), True
     return total + g, True
 
 
 def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(g) is not Scatter:
         space = vspace(g)
+        if is_device_array(total):
+            return space.add(total, sparse_add(space, None, g))
         # A total that isn't owned may be shared, so it must be copied.
         if not owned:
             total = space.mut_add(None, total)

@@ -21,7 +21,7 @@ from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
-from mpiad.transport import SUM, Channel
+from mpiad.transport import SUM, Channel, Spec
 from mpiad.transport.core.agreement import agreed, fingerprint
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -171,5 +171,9 @@ def _tangent(dx: Array, ans: Array, x: Array, p: ObjectiveReduction) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 
+def _abstract(x: Array, p: ObjectiveReduction) -> Any:
+    return Spec((), _FLOAT64) if p.problem is None else NotImplemented
+
+
 OBJECTIVE = Operation("value_and_grad")
-OBJECTIVE.define(_forward, _adjoint, _tangent)
+OBJECTIVE.define(_forward, _adjoint, _tangent, _abstract)

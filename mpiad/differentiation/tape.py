@@ -171,6 +171,7 @@ class LibraryTape(Tape):
     """State of reverse-mode and forward-mode tapes: number, enclosing tapes, unfinished requests and used channels."""
 
     number = before = -1  # the number of this trace, and the counter's value before this trace
+    records_constants = False
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes

@@ -164,9 +164,15 @@ def _end_in(shared: Cell) -> Array:
     return communicate(_END_OPERATION, None, request)
 
 
+def _abstract(x: LocalArray, exchange: Exchange) -> ActiveExchange:
+    halo = exchange.halo
+    shape = x.shape[: x.ndim - len(halo.shape)] + halo.padded
+    return ActiveExchange(exchange, x if exchange.backwards else empty_like(x, shape), [])
+
+
 _BEGIN_OPERATION = Operation(_BEGIN, point_to_point=True, of_request=True)
 _END_OPERATION = Operation(_END, point_to_point=True, of_request=True)
-_BEGIN_OPERATION.define(_start, _adjoint_of_begin, _tangent_of_begin)
+_BEGIN_OPERATION.define(_start, _adjoint_of_begin, _tangent_of_begin, _abstract)
 _END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)
 
 

@@ -20,10 +20,12 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
-from mpiad.programs.program_cache import Entry, is_shown, optional_program
+from mpiad.programs.program_cache import Entry, optional_program
 from mpiad.programs.program_cache import count as count_communications
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments, arguments_of
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -130,7 +132,7 @@ class Operator:
     @cached_property
     def _known(self) -> _Known | None:
         """The programs of operators like this one; None if the user's calls must be interpreted."""
-        if is_shown():  # reports contain the user's calls
+        if calls.is_noting() or is_watched():  # reports contain the user's calls
             return None
         try:
             key = self._arguments.key, self.shape, self.comm, self.side

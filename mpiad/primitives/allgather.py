@@ -6,7 +6,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
-from mpiad.primitives.checks import pieces_of_all
+from mpiad.primitives.checks import gathered, pieces_of_all
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, channel
 from mpiad.transport.core import collectives
@@ -67,4 +67,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 
-ALLGATHER.define(_forward, _adjoint)
+ALLGATHER.define(_forward, _adjoint, abstract=gathered)

@@ -11,7 +11,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
-from mpiad.primitives.operation import communicate
+from mpiad.primitives.operation import communicate, like_sent
 from mpiad.transport import PROD, SUM, channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.messages import prepared_sum
@@ -115,5 +115,5 @@ def _product(factors: Array) -> Array:
     return factors[0]
 
 
-ALLREDUCE.define(_forward, _adjoint, _tangent)
+ALLREDUCE.define(_forward, _adjoint, _tangent, like_sent)
 ALLREDUCE.prepared = _prepared

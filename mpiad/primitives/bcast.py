@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpiad._typing import Array, Comm, Function, Rank, ReplicatedArray, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Rooted
 from mpiad.primitives.checks import root_of
@@ -9,6 +11,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import outgoing
 
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
@@ -72,4 +75,10 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Rooted) -> Array:
     return communicate(BCAST, dx, Rooted(p.channel, p.root, spec_like(ans)))
 
 
-BCAST.define(_forward, _adjoint, _tangent)
+def _abstract(x: Array, p: Rooted) -> Any:
+    if p.spec is not None:
+        return p.spec
+    return spec_like(outgoing(x, "mpi_bcast")) if p.channel.rank == p.root else NotImplemented
+
+
+BCAST.define(_forward, _adjoint, _tangent, _abstract)

@@ -160,6 +160,12 @@ def pieces_of_all(x: Array, axis: object, channel: Channel, root: int | None, ca
     return Dividing(channel, root, index, lengths, spec_of(array, call))
 
 
+def gathered(x: Array, p: Dividing) -> Spec:
+    """Return the spec of the whole array on a rank that gets it, and of an empty array on other ranks."""
+    spec = p.spec if p.axis is not None else p.spec._replace(shape=(1, *p.spec.shape))
+    return piece_of(spec, p.axis or 0, sum(p.lengths) if p.root in (None, p.channel.rank) else 0)
+
+
 def point_to_point(comm: Comm, call: str) -> Channel:
     """Return the channel of a point-to-point call, and record that an exception may leave messages on it."""
     used, tape = channel(comm, call, collective=False), tracing.tape

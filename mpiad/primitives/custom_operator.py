@@ -96,6 +96,18 @@ class CustomOperator(Recorded):
         recorder = tracing.recorder
         return self.body(args, params) if recorder is None else recorder.operate(self, args, params)
 
+    def abstract(self, args: tuple, params: dict[str, object]) -> Any:
+        """Return the `Spec` of the result, NotImplemented if only a run can tell it."""
+        x = args[0] if args else None
+        if not isinstance(x, np.ndarray):
+            return NotImplemented
+        if self.preserves_spec:
+            return Spec(x.shape, x.dtype)
+        if self.in_place is None or params:
+            return NotImplemented
+        made = tuple(self.in_place.made(*args[1:]))
+        return Spec(x.shape[: x.ndim - len(made)] + made, x.dtype)
+
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
         # The function must not change its arguments, which adjoints and the caller may still use.

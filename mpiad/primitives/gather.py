@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
-from mpiad.primitives.checks import pieces_of_all, root_of
+from mpiad.primitives.checks import gathered, pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
@@ -58,4 +58,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     return lambda g: communicate(SCATTER, g, p)
 
 
-GATHER.define(_forward, _adjoint)
+GATHER.define(_forward, _adjoint, abstract=gathered)

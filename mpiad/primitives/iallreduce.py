@@ -79,4 +79,8 @@ def _tangent(dx: Array, ans: Request, x: Array, p: Reduction, level: int) -> Non
     ans.cell(level).request = communicate(IALLREDUCE, dx, p)
 
 
-IALLREDUCE.define(_forward, _adjoint, _tangent)
+def _abstract(x: Array, p: Reduction) -> Request:
+    return Request("mpi_iallreduce", p.channel, None, None, spec_like(outgoing(x, "mpi_iallreduce")))
+
+
+IALLREDUCE.define(_forward, _adjoint, _tangent, _abstract)

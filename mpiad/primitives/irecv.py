@@ -73,4 +73,8 @@ def _tangent(dx: None, ans: Request, x: None, p: Receiving, level: int) -> None:
     ans.cell(level).request = communicate(IRECV, None, p._replace(source=p.source and p.source.along()))
 
 
-IRECV.define(_forward, _adjoint, _tangent)
+def _abstract(x: None, p: Receiving) -> Request:
+    return Request("mpi_irecv", p.source and p.source.channel, None, None, p.spec, p.source)
+
+
+IRECV.define(_forward, _adjoint, _tangent, _abstract)

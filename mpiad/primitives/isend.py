@@ -89,4 +89,9 @@ def _tangent(dx: Array, ans: Request, x: Array, p: Envelope | None, level: int) 
     ans.cell(level).request = communicate(ISEND, dx, p and p.along())
 
 
-ISEND.define(_forward, _adjoint, _tangent)
+def _abstract(x: Array, p: Envelope | None) -> Request:
+    array = outgoing(x, "mpi_isend")
+    return Request("mpi_isend", p and p.channel, None, None, spec_like(array), p)
+
+
+ISEND.define(_forward, _adjoint, _tangent, _abstract)

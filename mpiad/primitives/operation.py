@@ -23,9 +23,10 @@ from autograd.tracer import Box, Node, getval, new_box
 from mpiad._typing import Array, Shape
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
-from mpiad.transport import Channel, Envelope
+from mpiad.transport import Channel, Envelope, Spec
 from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import mark_left
+from mpiad.transport.core.buffers import outgoing
 from mpiad.transport.core.calls import Arguments, Call, Site
 from mpiad.transport.core.channels import Used, communications
 from mpiad.transport.core.collectives import name_of
@@ -50,11 +51,13 @@ class Tape(Protocol):
     # "together": several, which run together, by the library. "kept": any number, by the user, with any cotangents.
     # "recorded": like "kept", and a pass may be recorded.
     passes: str
+    # Whether it also records communications whose results have no derivatives.
+    records_constants: bool
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Node]
     ) -> Node | None:
-        """Record a communication and return its node, or None if the result isn't an array."""
+        """Record a communication; return its node, or None if the result isn't an array or has no derivatives."""
 
 
 class VectorizedVjp(partial):
@@ -229,6 +232,8 @@ class Operation(Recorded):
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
     - `forward`: the forward rule, which reports its calls to debugging tools, while they ask for it.
+    - `abstract`: ``abstract(x, params)`` returns the `Spec` of the result, or a result that isn't an array, without
+      communication; NotImplemented if only a run can tell it. Arrays are passed for their shapes and dtypes.
     """
 
     forward: Callable
@@ -238,15 +243,18 @@ class Operation(Recorded):
         self.point_to_point, self.of_request, self.batched_adjoint = point_to_point, of_request, batched_adjoint
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
-    def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
+    def define(
+        self, forward: Callable, adjoint: Callable, tangent: Callable | None = None, abstract: Callable | None = None
+    ) -> None:
         """Define the rules of the operation.
 
         ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
         cotangent of x; `g` has the shape and dtype of the result (zeros if nothing depends on it), and is None if the
         result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
         dtype of x (zeros if x isn't traced). The default is the rule of a linear operation: the operation applied to dx.
+        For ``abstract(x, params)`` the default is the spec among the parameters.
         """
-        self.adjoint = adjoint
+        self.adjoint, self.abstract = adjoint, abstract or _spec_among
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
         forward = interruptible(self.__name__, forward)
 
@@ -283,6 +291,16 @@ class Operation(Recorded):
 note_rules(Operation)
 
 
+def _spec_among(x: Array, params: object) -> Any:
+    spec = getattr(params, "spec", None)
+    return NotImplemented if spec is None else spec
+
+
+def like_sent(x: Array, params: object) -> Spec:
+    """Return the spec of x, the result's spec in sums over ranks."""
+    return spec_like(outgoing(x, "a communication"))
+
+
 def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, and record it on the current tape and the enclosing tapes."""
     next(communications)
@@ -316,7 +334,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) ->
     if tape is None or level > number:
         return _apply_above(operator, tape, tuple(inner), params, argnums, parents, level)
     ans = apply(operator, tape.outer, tuple(inner), params)
-    if not differentiable(ans):
+    if not (differentiable(ans) or tape.records_constants):
         return ans
     node = tape.communicated(operator, ans, tuple(inner), params, argnums, parents)
     return ans if node is None else new_box(ans, number, node)

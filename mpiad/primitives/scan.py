@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import SCAN, Prefix
 from mpiad.primitives.checks import reduction_of
-from mpiad.primitives.operation import communicate
+from mpiad.primitives.operation import communicate, like_sent
 from mpiad.transport import SUM, channel
 from mpiad.transport.core import collectives
 
@@ -77,4 +77,4 @@ def _adjoint(ans: Array, x: Array, p: Prefix) -> Function:
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 
-SCAN.define(_forward, _adjoint)
+SCAN.define(_forward, _adjoint, abstract=like_sent)

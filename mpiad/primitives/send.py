@@ -7,7 +7,7 @@ from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.checks import address_to
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import Envelope
+from mpiad.transport import Envelope, Spec
 from mpiad.transport.core.buffers import outgoing, private_copy
 from mpiad.transport.core.messages import send
 
@@ -74,4 +74,8 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Envelope | None) -> Array:
     return communicate(SEND, dx, p and p.along())
 
 
-SEND.define(_forward, _adjoint, _tangent)
+def _abstract(x: Array, p: Envelope | None) -> Array | Spec:
+    return x if hasattr(x, "dtype") else spec_like(outgoing(x, "mpi_send"))
+
+
+SEND.define(_forward, _adjoint, _tangent, _abstract)

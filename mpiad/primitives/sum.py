@@ -6,7 +6,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Rooted
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import communicate
+from mpiad.primitives.operation import communicate, like_sent
 from mpiad.transport import SUM, channel
 from mpiad.transport.core import collectives
 
@@ -59,4 +59,4 @@ def _adjoint(ans: Array, x: Array, p: Rooted) -> Function:
     return lambda g: communicate(BCAST, g, Rooted(p.channel, p.root, spec))
 
 
-SUM_TO_ROOT.define(_forward, _adjoint)
+SUM_TO_ROOT.define(_forward, _adjoint, abstract=like_sent)

@@ -64,9 +64,9 @@ def identity(ndim: int) -> IndexMap:
     return tuple([Axis(k, 1, 0) for k in range(ndim)])
 
 
-def is_identity(map: IndexMap, shape: Shape, made: Shape) -> bool:
-    """Return whether a map is the identity, for a source of shape `shape` and a result of shape `made`."""
-    return shape == made and all(axis == (k, 1, 0) or shape[k] == 1 for k, axis in enumerate(map))
+def is_identity(map: IndexMap, shape: Shape, result: Shape) -> bool:
+    """Return whether a map is the identity, for a source of shape `shape` and a result of shape `result`."""
+    return shape == result and all(axis == (k, 1, 0) or shape[k] == 1 for k, axis in enumerate(map))
 
 
 def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
@@ -103,10 +103,10 @@ def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
     return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
-def broadcast(shape: Shape, made: Shape) -> IndexMap:
-    """Return the map that broadcasts an array of shape `shape` to shape `made`."""
-    lead = len(made) - len(shape)
-    pairs = enumerate(zip(shape, made[lead:]), lead)
+def broadcast(shape: Shape, target: Shape) -> IndexMap:
+    """Return the map that broadcasts an array of shape `shape` to shape `target`."""
+    lead = len(target) - len(shape)
+    pairs = enumerate(zip(shape, target[lead:]), lead)
     return tuple([Axis(None, 0, 0) if n == 1 != length else Axis(k, 1, 0) for k, (n, length) in pairs])
 
 
@@ -116,21 +116,21 @@ def without_memory(shape: Shape) -> np.ndarray:
     return as_strided(np.empty(1, np.int8), shape, strides)
 
 
-def of_view(whole: np.ndarray, part: np.ndarray) -> IndexMap:
+def of_view(array: np.ndarray, view: np.ndarray) -> IndexMap:
     """Return the map of a view of an array returned by `without_memory`, from its strides and its first entry."""
-    offset = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    offset = view.__array_interface__["data"][0] - array.__array_interface__["data"][0]
     axes = []
-    for n, stride in zip(whole.shape, whole.strides):
-        ends = enumerate(zip(part.shape, part.strides))
+    for n, stride in zip(array.shape, array.strides):
+        ends = enumerate(zip(view.shape, view.strides))
         source = next((k for k, (length, by) in ends if length > 1 and stride <= abs(by) < n * stride), None)
-        axes.append(Axis(source, 0 if source is None else part.strides[source] // stride, offset // stride))
+        axes.append(Axis(source, 0 if source is None else view.strides[source] // stride, offset // stride))
         offset %= stride
     return tuple(axes)
 
 
-def strides_of(map: IndexMap, shape: Shape, made: Shape) -> tuple[list[int], int] | None:
+def strides_of(map: IndexMap, shape: Shape, result: Shape) -> tuple[list[int], int] | None:
     """Return the strides and the offset, in entries, of a view of a contiguous array; None if it isn't one of NumPy's."""
-    strides, start = [0] * len(made), 0
+    strides, start = [0] * len(result), 0
     for (source, stride, offset), step in zip(map, [math.prod(shape[k + 1 :]) for k in range(len(shape))]):
         if isinstance(source, Lookup) or source is not None and strides[source]:
             return None
@@ -164,20 +164,20 @@ def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
     return tuple([old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map])
 
 
-def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
+def inverse(map: IndexMap, shape: Shape, result: Shape) -> IndexMap | None:
     """Return the inverse of a view's map, None if the view lacks or repeats entries of its source, or reverses an axis."""
-    back: list[Axis] = [Axis(None, 0, 0)] * len(made)
+    back: list[Axis] = [Axis(None, 0, 0)] * len(result)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:
             if shape[k] != 1:
                 return None
         elif isinstance(source, Lookup) or (stride, offset) != (1, 0):
             return None
-        elif made[source] != shape[k] or back[source].source is not None:
+        elif result[source] != shape[k] or back[source].source is not None:
             return None
         else:
             back[source] = Axis(k, 1, 0)
-    return tuple(back) if all(made[k] == 1 or axis.source is not None for k, axis in enumerate(back)) else None
+    return tuple(back) if all(result[k] == 1 or axis.source is not None for k, axis in enumerate(back)) else None
 
 
 # Elementwise functions of joins along axes of at most this length are computed separately for each part of the join.

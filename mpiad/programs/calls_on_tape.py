@@ -1,9 +1,8 @@
 """Calls of compiled functions in a derivative: each call is one node of the tape.
 
 The rule of all derivatives is that of `operation`. In a first derivative, the forward and the backward program are compiled
-as two parts of one program, so that the backward part reads the buffers of the forward part. If the function can't be
-traced from the shapes of its arguments alone, it is traced while it runs, and its reverse pass is traced while it first
-runs; in second derivatives such a function is interpreted, without a warning.
+as two parts of one program, so that the backward part reads the buffers of the forward part. If a trace needs something
+that only a run can tell, the first call and its reverse pass are interpreted, and traced afterwards.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape, suspended
+from mpiad.programs.interpretation import Interpretation, message_counts
 from mpiad.programs.operation import CompiledOperation
-from mpiad.programs.playback import PlayingBack, message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_of_trace, in_program, own
-from mpiad.programs.recorder import Recorder
-from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.signature import Arguments
-from mpiad.programs.traced_array import Abandoned, TracedArray
+from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, Recorded, count, in_program
+from mpiad.programs.recorder import Recorder, like
+from mpiad.programs.replay import Changed
+from mpiad.programs.signature import Arguments, arguments_of
+from mpiad.programs.traced_array import TracedArray
 from mpiad.programs.transforms import vjp
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import note_channels, tracing
@@ -40,67 +39,80 @@ _boxes = Box.types
 _Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
 
 
-def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> Any:
+def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived) -> Any:
     """Call a compiled function within a derivative; `derived`: the method of `Jitted`."""
     tape: Any = tracing.tape
-    boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
-    boxes = [given.leaves[k] for k in boxed]
+    boxed = [k for k in arguments.traced if type(arguments.leaves[k]) in _boxes]
+    boxes = [arguments.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
-        key = "tangent", given.key
+        key = "tangent", arguments.key
         if key in cache.entries:
-            return cache.interpreted(key, given)
-        if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
-            return cache.run(given)
-        return _called_with_tangents(cache, given, boxed, derived)
-    if not simple or tape.passes not in ("one", "several"):
-        return _called_as_operation(cache, given, boxed)
-    key = ("reverse", tuple(boxed), given.key)
-    entry, watch = cache.entry_or_watch(key, given, partial(_with_two_parts, cache, given, boxed))
-    if entry is not None:
-        return _run(cache, key, entry, given, boxed)
-    if watch is None:
-        return cache.interpreted(key, given)
-    return _traced_on_tape(cache, key, given, boxed, watch)
+            return cache.interpreted(key, arguments)
+        if not cache.is_followed(key, arguments):  # values in the function's closure may have tangents, too
+            return cache.run(arguments)
+        return _called_with_tangents(cache, arguments, boxed, derived)
+    if simple and tape.passes in ("one", "several"):
+        key = "reverse", tuple(boxed), arguments.key
+        # A `Program` can't contain steps that only a run can describe, or objects that hold traced arrays.
+        ways = [partial(trace, cache, arguments, boxed) for trace in (_with_two_parts, _traced_on_tape)]
+        entry = cache.entry(key, arguments, *ways)
+        if isinstance(entry, Entry):
+            return _run(cache, key, entry, arguments, boxed)
+        failure, retrace = entry, None
+        if failure is not None and failure.needs_run:
+            return _noted(cache, key, arguments, boxed, failure)
+    else:
+        key = "program", tuple(boxed), arguments.key
+        if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or key in cache.entries:
+            return cache.run(arguments)
+        try:
+            return _called_as_operation(cache, arguments, cache.program(arguments, boxed))
+        except FailedTrace as error:
+            failure = error
+        retrace = lambda watch, notes: cache.program(arguments, boxed, watch)  # noqa: E731
+    if failure is not None and cache.asks(arguments, failure):
+        return called_on_tape(cache, arguments_of(arguments.args, arguments.kwargs, cache.asked), derived)
+    return cache.interpreted(key, arguments, failure, retrace, optional=key[0] == "program")
 
 
-def _called_as_operation(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> Tree:
+def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Recorded | None) -> Tree:
     """Call a function as a `CompiledOperation`; interpret it if that is impossible."""
-    is_on_host = all(isinstance(getval(given.leaves[k]), (np.ndarray, np.generic)) for k in boxed)
-    found = cache.program(given, boxed) if is_on_host else None
-    # An exception has left messages in flight on a channel with a fault.
-    if (
-        found is None
-        or not found.program.is_derivable
-        or any(channel.fault for channel, _ in found.program.recorder.channels)
-    ):
-        return cache.run(given)
-    if found.admits is not None and not found.admits([getval(given.leaves[k]) for k in given.traced]):
-        return cache.run(given)
-    if not found.operations:
-        found.operations.append(CompiledOperation(found.program))
-    return found.build(found.operations[0]([given.leaves[k] for k in given.traced]).values)
+    if recorded is None or not recorded.program.is_derivable:
+        return cache.run(arguments)
+    # An exception may have left messages in flight on a channel, which has a fault then.
+    if any(channel.fault for channel, _ in recorded.program.recorder.channels):
+        return cache.run(arguments)
+    if recorded.admits is not None and not recorded.admits([getval(arguments.leaves[k]) for k in arguments.traced]):
+        return cache.run(arguments)
+    if not recorded.operations:
+        recorded.operations.append(CompiledOperation(recorded.program))
+    return recorded.build(recorded.operations[0]([arguments.leaves[k] for k in arguments.traced]).values)
 
 
-def _with_two_parts(cache: ProgramCache, given: Arguments, boxed: Sequence[int], watch: Watch) -> Entry | None:
-    """Return the compiled function and its reverse pass, as two parts of a program; None if the trace fails."""
-
-    def traced(recorder: Recorder) -> tuple[list[list[Array]], Any] | None:
-        found = cache.program(given, boxed, watch)
-        return found and (vjp(found.program, recorder, [given.traced.index(k) for k in boxed]), found.build)
-
-    return entry_of_trace(watch, traced, cache.exact)
+def _with_two_parts(
+    cache: ProgramCache, arguments: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
+) -> tuple[list[list[Array]], Any]:
+    """Return the function's program and its reverse pass, as two parts of a program."""
+    recorded: Any = cache.program(arguments, boxed, watch)
+    return vjp(recorded.program, recorder, [arguments.traced.index(k) for k in boxed]), recorded.build
 
 
-class Lease:
-    """Keeps a replay in use as long as its reverse pass may run."""
-
-    def __init__(self, replays: Replays):
-        self.replays, self.replay = replays, replays.take()
-
-    def __del__(self) -> None:
-        if hasattr(self, "replay"):  # an interrupt may have prevented the assignment
-            self.replays.give_back(self.replay)
+def _traced_on_tape(
+    cache: ProgramCache, arguments: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
+) -> tuple[list[list[Array]], Any]:
+    """Trace the function on a tape, and its reverse pass as a second part of the program."""
+    specs = [spec_like(getval(arguments.leaves[k])) for k in boxed]
+    with recorder, suspended(body=False):
+        variables = Variables(recorder.arguments(arguments), boxed, arguments.build)
+        run = trace_backwards(lambda call: keeping_arguments(cache.fun)(*call[0], **call[1]), variables)
+        if run.problem is not None:
+            recorder.refuse(run.problem.text)
+        recorder.part = 1
+        inside = in_program(run.values)
+        gs = [recorder.input(like(spec_like(x.value))) for x, is_in in zip(run.values, inside) if is_in]
+        cotangents = cotangents_of(run.recording, _seeds(run, inside, gs), specs)
+    return [run.values, cotangents], run.build
 
 
 def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
@@ -132,15 +144,10 @@ def _seeds(run: TracedRun, inside: Sequence[bool], gs: Sequence[Array]) -> Itera
     return zip([place for place, is_in in zip(run.places, inside) if is_in], gs)
 
 
-def _run_on_tape(fun: Function, given: Arguments, leaves: list[Any], variables: Sequence[int]) -> TracedRun:
-    """Call a function on a tape of its own; `variables`: their positions among the leaves."""
-    return trace_backwards(lambda call: fun(*call[0], **call[1]), Variables(leaves, list(variables), given.build))
-
-
-def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int]) -> Tree:
+def _run(cache: ProgramCache, key: Hashable, entry: Entry, arguments: Arguments, variables: list[int]) -> Tree:
     """Run the first part of a program, record a node that runs the second part, and return the function's result."""
     inside = entry.inside
-    lease, inputs = Lease(entry.replays), [getval(given.leaves[k]) for k in given.traced]
+    lease, inputs = entry.replays.lease(), [getval(arguments.leaves[k]) for k in arguments.traced]
     counts = message_counts() if entry.replays.last_check >= 0 else None
     count(entry.communications)
     note_channels(entry.channels)
@@ -148,11 +155,11 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, var
         values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
         with cache.changed(key, change, counts):
-            return cache.run(given)
-    specs = [spec_like(getval(given.leaves[k])) for k in variables]
+            return cache.run(arguments)
+    specs = [spec_like(getval(arguments.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
-    all_arguments = given if entry.may_change else None
+    all_arguments = arguments if entry.may_change else None
 
     def pull(gs: list[Array]) -> list[Array]:
         require_plain(gs, cache.name)
@@ -163,28 +170,29 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, var
             if all_arguments is None:
                 raise
             with suspended(body=False), cache.changed(key, change, counts):
-                second_run = _run_on_tape(cache.fun, all_arguments, all_arguments.values(), variables)
-                return cotangents_of(second_run.recording, _seeds(second_run, inside, gs), specs)
+                leaves = Variables(all_arguments.values(), variables, all_arguments.build)
+                run = trace_backwards(lambda call: cache.fun(*call[0], **call[1]), leaves)
+                return cotangents_of(run.recording, _seeds(run, inside, gs), specs)
         return [conform(g, *spec) for g, spec in zip(cotangents, specs)]
 
-    places = [given.leaves[k]._node.index for k in variables]
+    places = [arguments.leaves[k]._node.index for k in variables]
     tape: Any = tracing.tape
     return entry.build(tape.record_call(entry.channels, values, inside, places, pull, entry.communicates))
 
 
-def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int], derived: _Derived) -> Tree:
+def _called_with_tangents(cache: ProgramCache, arguments: Arguments, boxed: list[int], derived: _Derived) -> Tree:
     """Call a separate compiled function, which computes the value and its tangent."""
     tape: Any = tracing.tape
-    boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
-    both = derived((given.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
-    leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
+    boxed = [k for k in boxed if arguments.leaves[k]._trace == tape.number]
+    both = derived((arguments.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, arguments.build, boxed))
+    leaves = [x._value if k in boxed else x for k, x in enumerate(arguments.leaves)]
     # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
-        made = both(leaves, [given.leaves[k]._node.g for k in boxed])
+        made = both(leaves, [arguments.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
     result, changes = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
     for k, new in changes.items():
-        assign(given.leaves[k], new)
+        assign(arguments.leaves[k], new)
     return result
 
 
@@ -193,10 +201,10 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     # `called` returns the result of `fun`, and those arguments that it has changed in place, by the index of the leaf.
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
-        def called(given: tuple) -> tuple[Tree, dict[int, Array]]:
-            arguments = flatten(given)[0]
+        def called(call: tuple) -> tuple[Tree, dict[int, Array]]:
+            arguments = flatten(call)[0]
             nodes = {k: arguments[k]._node for k in places}
-            made = fun(*given[0], **given[1])
+            made = fun(*call[0], **call[1])
             return made, {k: arguments[k] for k, node in nodes.items() if arguments[k]._node is not node}
 
         return trace_forwards(called, Variables(leaves, list(places), build), tangents)
@@ -205,41 +213,35 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     return both
 
 
-def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], watch: Watch) -> Tree:
-    """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
-    tape, recorder = tracing.tape, Recorder(cache.exact)
+def _noted(cache: ProgramCache, key: Hashable, arguments: Arguments, boxed: list[int], failure: FailedTrace) -> Tree:
+    """Interpret the function, and trace it with the notes of this run, and if necessary with those of its reverse pass."""
+    tape, forward, backward = tracing.tape, Interpretation(), Interpretation()
+    trace = partial(cache.compiled, key, failure.watch, partial(_traced_on_tape, cache, arguments, boxed))
+
+    def begin(gs: list[Array]) -> list[Array]:
+        if cache.pending.pop(key, None) is backward:
+            backward.__enter__()
+        return []
+
+    def end(gs: list[Array]) -> list[Array]:
+        if tracing.recorder is backward:
+            backward.__exit__(None, None, None)
+            cache.traced_again(key, arguments, partial(trace, [*forward.notes, *backward.notes]))
+        return []
+
+    # The reverse pass runs `end` after the adjoints of the function's operations, and `begin` before them.
+    tape.record_call(set(), [], [], (), end, True)
+    with forward:
+        made = cache.run(arguments)
     try:
-        with suspended(body=False), recorder:
-            run = _run_on_tape(keeping_arguments(cache.fun), given, recorder.arguments(given), boxed)
-    except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-        return cache.run_again(recorder, key, given, error)
-    cache.pending[key] = recorder
-    inside = in_program(run.values)
-    specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    log_of_run = list(recorder.log)
-
-    def pull(gs: list[Array]) -> list[Array]:
-        require_plain(gs, cache.name)
-        log = log_of_run
-        with suspended(body=False):
-            if cache.pending.pop(key, None) is recorder:
-                recorder.part = 1
-                try:
-                    with recorder:
-                        inputs = [recorder.input(g) for g in gs]
-                        cotangents = cotangents_of(run.recording, _seeds(run, inside, inputs), specs)
-                except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                    recorder.raise_own(error)
-                    cache.give_up(key, error)
-                    log = recorder.log
-                else:
-                    cache.compile(key, recorder, [run.values, cotangents], run.build, watch)
-                    return [own(g) for g in cotangents]
-            # This reverse pass can't be traced, or isn't the first one.
-            with PlayingBack(log, recorder.counts):
-                second_run = _run_on_tape(cache.fun, given, given.values(), boxed)
-                return cotangents_of(second_run.recording, _seeds(second_run, inside, gs), specs)
-
-    out = [own(value) for value in run.values]
-    places = [given.leaves[k]._node.index for k in boxed]
-    return run.build(tape.record_call(run.recording.channels, out, inside, places, pull, recorder.communicates))
+        trace(forward.notes)
+    except FailedTrace as error:
+        failure = error
+    else:
+        return made
+    if failure.needs_run:
+        cache.pending[key] = backward
+        tape.record_call(set(), [], [], (), begin, True)
+    else:
+        cache.fail(key, arguments, failure)
+    return made

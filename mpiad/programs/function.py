@@ -1,10 +1,10 @@
 """`mpiad.jit`: compilation of functions for the shapes of their arguments.
 
-The first call with a signature (shapes and dtypes of the arguments) runs the function on traced arrays, which record the
-operations (see `recorder`). The operations are compiled to a program, and later calls run the program. If the trace fails,
-the function runs again on plain arrays, without repeating communications: those made before the failure return their logged
-results ("playback"). Later calls with this signature are interpreted, which means that Python runs the function itself.
-Exceptions of the function, of a communication or of a signal handler propagate.
+The first call with a signature (shapes and dtypes of the arguments) traces the function: it runs on traced arrays, which
+record the operations without communication (see `recorder`). The operations are compiled to a program, which this call and
+later calls run. If the trace needs something that only a run can tell, the first call is interpreted, which means that
+Python runs the function itself, and then traces the function again. If a trace fails for another reason, all calls with
+this signature are interpreted. Exceptions of the function, of a communication or of a signal handler propagate.
 
 In a derivative computed by this library, a call of the compiled function is one node of the tape (see `calls_on_tape`).
 """
@@ -22,16 +22,15 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.compiling.closure import are_alike, closed_over_numbers, with_numbers
+from mpiad.compiling.closure import Watch, are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
-from mpiad.programs.playback import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, fresh, own, traced_parts
+from mpiad.programs.interpretation import message_counts
+from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
-from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -100,8 +99,8 @@ MISSED: Any = object()
 _PLAIN = (np.ndarray, float, np.float64)
 
 
-def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `made`: the program's outputs."""
+def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any] | None:
+    """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `outputs`: the program's."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
@@ -139,20 +138,20 @@ def call(args):
     {"next(counted); " * entry.communications if entry.communications < 5 else f"count({entry.communications})"}
     made = replay.first({given})
     free.append(replay)
-    return {_result(entry, made)}
+    return {_result(entry, outputs)}
 """
     exec(compile(text, str(Path(__file__).with_name("<call>")), "exec"), names)
     return names["call"]
 
 
-def _result(entry: Entry, made: Any) -> str:
+def _result(entry: Entry, outputs: Any) -> str:
     """Return the expression of the function's result in terms of the program's outputs."""
     if not all(entry.inside):
         return "build(leaves(made))"
-    if isinstance(made, (np.ndarray, np.generic)):
+    if isinstance(outputs, (np.ndarray, np.generic)):
         return "made[0]"
-    is_flat = type(made) in (tuple, list) and all(isinstance(x, (np.ndarray, np.generic)) for x in made)
-    return f"{type(made).__name__}(made)" if is_flat else "build(made)"
+    is_flat = type(outputs) in (tuple, list) and all(isinstance(x, (np.ndarray, np.generic)) for x in outputs)
+    return f"{type(outputs).__name__}(made)" if is_flat else "build(made)"
 
 
 _log = logging.getLogger("mpiad")
@@ -183,7 +182,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     -------
     Jitted
         A function with the same arguments, results, derivatives and communications. Results never share memory with
-        arguments.
+        arguments. Other effects of Python code, such as prints, happen only while the function is traced or interpreted.
 
     Raises
     ------
@@ -257,27 +256,23 @@ class Jitted:
         cache = self._cache
         with restoring_state():
             try:
-                given = arguments_of(args, kwargs, cache.asked)
+                arguments = arguments_of(args, kwargs, cache.asked)
             except TypeError as error:
                 cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
                 return fresh(self.fun(*args, **kwargs))
-            if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
-                return called_on_tape(cache, given, self.derived)
-            entry, watch = cache.entry_or_watch(
-                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, cache.exact)
-            )
-            if entry is not None:
-                return self._replayed(entry, given)
-            if watch is None:
-                return cache.interpreted(given.key, given)
-            recorder = Recorder(cache.exact)
-            try:
-                parts, build = traced_parts(self.fun, given, recorder)
-            except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                return cache.run_again(recorder, given.key, given, error)
-            cache.compile(given.key, recorder, parts, build, watch)
-            # Results of a trace may be views of arguments and of each other, and are therefore copied.
-            return build([own(leaf) for leaf in parts[0]])
+            if tracing.tape is not None or any(type(arguments.leaves[k]) in _boxes for k in arguments.traced):
+                return called_on_tape(cache, arguments, self.derived)
+
+            def traced(recorder: Recorder, watch: Watch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+                return traced_parts(self.fun, arguments, recorder)
+
+            entry = cache.entry(arguments.key, arguments, traced)
+            if isinstance(entry, Entry):
+                return self._replayed(entry, arguments)
+            if entry is not None and cache.asks(arguments, entry):
+                return self(*args, **kwargs)
+            retrace = lambda watch, notes: cache.compiled(arguments.key, watch, traced, notes)  # noqa: E731
+            return cache.interpreted(arguments.key, arguments, entry, retrace)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.
@@ -291,10 +286,10 @@ class Jitted:
         -----
         The same as for a call of the function, since the function is called if the signature is new.
         """
-        given = arguments_of(args, kwargs, self._cache.asked)
-        if given.key not in self._cache.entries:
+        arguments = arguments_of(args, kwargs, self._cache.asked)
+        if arguments.key not in self._cache.entries:
             self(*args, **kwargs)
-        entry = self._cache.entries.get(given.key)
+        entry = self._cache.entries.get(arguments.key)
         if entry is None:
             raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log gives the reason.")
         return Listing(self.__name__, entry.replays)
@@ -321,16 +316,16 @@ class Jitted:
             del self._derived[next(iter(self._derived))]
         return made
 
-    def _replayed(self, entry: Entry, given: Arguments) -> Any:
+    def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
         note_channels(entry.channels)
         try:
-            made = entry.called([given.leaves[k] for k in given.traced])
+            made = entry.called([arguments.leaves[k] for k in arguments.traced])
         except Changed as change:
-            with self._cache.changed(given.key, change, counts):
-                return self._cache.run(given)
-        if not given.kwargs and all(known is not entry for known, _ in self._fast_calls):
-            call = fast_call(entry, given.args, made)
+            with self._cache.changed(arguments.key, change, counts):
+                return self._cache.run(arguments)
+        if not arguments.kwargs and all(known is not entry for known, _ in self._fast_calls):
+            call = fast_call(entry, arguments.args, made)
             if call is not None:
                 self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
@@ -361,8 +356,8 @@ def _by_numbers(fun: FunctionType, numbers: dict[str, float], exact: bool) -> _B
     if changed != known.names:
         template = known.fun
 
-        def called(*given: Any, **kwargs: Any) -> Any:
-            return with_numbers(template, dict(zip(changed, given)))(*given[len(changed) :], **kwargs)
+        def called(*values: Any, **kwargs: Any) -> Any:
+            return with_numbers(template, dict(zip(changed, values)))(*values[len(changed) :], **kwargs)
 
         known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called), exact=exact))
         known.jitted._cache.warned = True

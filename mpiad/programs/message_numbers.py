@@ -34,12 +34,12 @@ class MessageNumbers:
 
     def __init__(self, known: Numbers | None = None) -> None:
         self.known = known or {}
-        self.made = dict(self.known)
+        self.current = dict(self.known)
         self._received: dict[Envelope, Envelope] = {}  # copies of envelopes in `known`, by origin
 
     def begin(self) -> None:
         """Begin a run, whose messages have new numbers."""
-        self.made = dict(self.known)
+        self.current = dict(self.known)
 
     def take_known(self) -> None:
         """Give the copies of known envelopes the numbers of this run."""
@@ -49,7 +49,7 @@ class MessageNumbers:
 
     def all(self) -> Numbers:
         """Return the numbers of this run, for later programs."""
-        new = [(origin, made) for origin, made in self.made.items() if origin not in self.known]
+        new = [(origin, made) for origin, made in self.current.items() if origin not in self.known]
         return {**self.known, **{origin: _copied(x, origin) if isinstance(x, Envelope) else x for origin, x in new}}
 
     def addressed(self, params: Any, is_traced: bool = False) -> Any:
@@ -62,21 +62,21 @@ class MessageNumbers:
             if is_traced:
                 return params
             key = id(owner), number
-            if key not in self.made:
-                self.made[key] = params.renumbered()
-            return params._replace(number=self.made[key])
+            if key not in self.current:
+                self.current[key] = params.renumbered()
+            return params._replace(number=self.current[key])
         return replaced(params, Envelope, self._of)
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
         origin = _origin(first)
-        made = self.made.get(origin)
+        made = self.current.get(origin)
         if made is None and envelope is first:
             made = _Replacement(first.channel, *first.asked, first.outgoing)
             made.origin = origin
         elif made is None:
             made = self._received[origin] = _copied(first, origin)
-        self.made[origin] = made
+        self.current[origin] = made
         if envelope is first:
             return made
         # A message from any rank may have another sender than in the trace.
@@ -84,7 +84,7 @@ class MessageNumbers:
 
     def with_copies(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return parameters with copies of the envelopes, and the copies that need a new number in each run."""
-        known = set(self.made)
+        known = set(self.current)
         params, given = self.addressed(params), envelopes_of(params)
         pairs = zip(envelopes_of(params), given)
         renewed = [made for made, envelope in pairs if envelope.answers is not None or _origin(envelope) not in known]

@@ -21,18 +21,20 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
-from mpiad.transport.core.channels import communications
+from mpiad.transport.core.channels import Used, communications
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """The structure of an opaque call's result, and in reverse mode the record of its tape."""
 
     build: Callable[[list[Any]], Any]  # assembles the result from its arrays
-    traced: Traced | None
-    communicates: bool = False  # in reverse mode, whether the call has communicated
+    traced: Traced | None = None
+    # In reverse mode: the channels of the tape, and whether the call has communicated.
+    channels: set[Used] = set()  # noqa: RUF012
+    communicates: bool = False
 
 
 class _Call:
@@ -50,20 +52,21 @@ class _Call:
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
             values, build = flatten(self._called(self._build(leaves)))
-            return *map(as_array, values), _Outcome(build, None)
+            return *map(as_array, values), Outcome(build)
         variables = Variables(leaves, places, self._build)
         with suspended(body=False):
             if tangents is not None:
                 (values, build), (result_tangents, _) = map(flatten, trace_forwards(self._called, variables, tangents))
-                return *map(as_array, values), *map(as_array, result_tangents), _Outcome(build, None)
+                return *map(as_array, values), *map(as_array, result_tangents), Outcome(build)
             start = next(communications)
             made = trace_backwards(self._called, variables)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
-        return *map(as_array, made.values), _Outcome(made.build, made, next(communications) > start + 1)
+        communicates = next(communications) > start + 1
+        return *map(as_array, made.values), Outcome(made.build, made, made.recording.channels, communicates)
 
-    def _called(self, given: tuple[tuple, dict]) -> Tree:
-        return self._fun(*given[0], **given[1])
+    def _called(self, call: tuple[tuple, dict]) -> Tree:
+        return self._fun(*call[0], **call[1])
 
 
 def as_array(x: Any) -> Any:
@@ -72,20 +75,21 @@ def as_array(x: Any) -> Any:
 
 
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Tree:
-    """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `PlayingBack`."""
+    """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or an `Interpretation`."""
     leaves, build = flatten((args, kwargs))
     tape: Any = tracing.tape
     call = _Call(fun, build)
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
-    if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
-        recorder.refuse(f"{fun.__name__} gets functions or objects that contain traced values")
+    if recorder.is_abstract and any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
+        name = fun.__name__.lstrip("_")
+        recorder.refuse(f"{name} gets functions or objects that contain traced values: pass the values as arguments")
     if tape is None and not places:
         *values, outcome = recorder.opaque(call, (plain,))
         return outcome.build(values)
     if tape is None or not tape.is_only_trace_of([leaves[k] for k in places]):
         recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
-        return fun(*args, **kwargs)  # reached in a playback only
+        return fun(*args, **kwargs)  # reached in an interpretation only
     nodes = [leaves[k]._node for k in places]
     if type(tape) is TangentTape:
         *made, outcome = recorder.opaque(call, (plain, places, [node.g for node in nodes]))
@@ -107,5 +111,5 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
         return [conform(g, *like) for g, like in zip(found, likes)]
 
-    indices, channels = [node.index for node in nodes], outcome.traced.recording.channels
-    return outcome.build(tape.record_call(channels, values, [True] * len(values), indices, pull, outcome.communicates))
+    indices, inside = [node.index for node in nodes], [True] * len(values)
+    return outcome.build(tape.record_call(outcome.channels, values, inside, indices, pull, outcome.communicates))

@@ -12,8 +12,8 @@ Several reverse passes that run together ("lanes") use a program that is derived
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,9 @@ from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.batching import Batched
 from mpiad.programs.message_numbers import MessageNumbers, Numbers
-from mpiad.programs.program_cache import Entry, count, entry_of_trace
-from mpiad.programs.recorder import Recorder, ShapeRecorder
-from mpiad.programs.traced_array import Abandoned, Ref
+from mpiad.programs.program_cache import Entry, FailedTrace, count, entry_of_trace, raising_failures
+from mpiad.programs.recorder import Recorder
+from mpiad.programs.traced_array import Ref
 from mpiad.programs.transforms import Evaluation, Program, jvp, linearized
 from mpiad.pytrees import is_variable
 from mpiad.transport.core.channels import live_channels
@@ -38,6 +38,16 @@ from mpiad.transport.core.tracing import note_channels, tracing
 
 _boxes = Box.types
 _MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
+
+
+@contextmanager
+def _optional() -> Iterator[None]:
+    """Ignore a failure of a trace, unless it is an exception of the user's."""
+    try:
+        yield
+    except FailedTrace as failure:
+        if failure.is_raised_by_user:
+            raise failure.error from None
 
 
 class Made(NamedTuple):
@@ -60,12 +70,14 @@ class CompiledOperation:
     def entry(self) -> Entry | None:
         """The compiled program; None if it can't be compiled."""
 
-        def traced(recorder: Recorder) -> tuple[list[list[Any]], Callable[[list[Any]], Any]]:
+        def traced(recorder: Recorder, watch: Watch) -> tuple[list[list[Any]], Callable[[list[Any]], Any]]:
             with recorder, suspended(body=False):
                 evaluation = Evaluation(self.program, recorder)
                 return [evaluation.run(evaluation.inputs())], list
 
-        return entry_of_trace(Watch(), traced, self.program.recorder.exact, self.program.kept)
+        with _optional():
+            return entry_of_trace(Recorder(self.program.recorder.exact), Watch(), traced, self.program.kept)
+        return None
 
     def __call__(self, inputs: Sequence[Any], numbers: Numbers | None = None) -> Made:
         """Call the operation, and record it on the current tape and the enclosing tapes."""
@@ -99,15 +111,13 @@ class CompiledOperation:
         entry = None if tracing.recorder is not None else self.entry
         if entry is None:
             return self._evaluated(inputs, numbers)
-        replay = entry.replays.take()
+        lease = entry.replays.lease()
+        replay = lease.replay
         count(entry.communications)
         note_channels(entry.channels)
-        replay.numbers.known, replay.is_leased = numbers, False
+        replay.numbers.known = numbers
         values = replay.first(*inputs)
-        made = Made(entry.leaves(values), replay.numbers.all() if replay.is_numbered else numbers)
-        if not replay.is_leased:
-            entry.replays.give_back(replay)
-        return made
+        return Made(entry.leaves(values), replay.numbers.all() if replay.is_numbered else numbers)
 
     def _evaluated(self, inputs: Sequence[Any], numbers: Numbers) -> Made:
         """Call the functions of the program one by one, so that the tapes record each of them."""
@@ -124,12 +134,10 @@ class CompiledOperation:
         """Return the derivative with respect to the inputs at the positions `variables`; None if it can't be traced."""
         key = kind, *variables
         if key not in self._derived:
-            recorder, self._derived[key] = ShapeRecorder(self.program.recorder.exact), None
-            try:
+            self._derived[key] = None
+            with _optional(), raising_failures(Recorder(self.program.recorder.exact), Watch()) as recorder:
                 first, second = kind(self.program, variables, recorder)
                 self._derived[key] = [CompiledOperation(x) if isinstance(x, Program) else x for x in (first, second)]
-            except (Abandoned, Exception) as error:  # noqa: BLE001
-                recorder.raise_own(error)
         return self._derived[key]
 
     def _with_tangents(

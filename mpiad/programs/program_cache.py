@@ -2,13 +2,18 @@
 
 A signature gets an entry at its first call. It is interpreted from then on if its entry is None. An entry is replaced if an
 object has changed that the function reads besides its arguments.
+
+The first call traces the function, and runs the program. If the trace needs something that only a run can tell, the
+function is interpreted instead, and traced again with the notes of this run (see `interpretation`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,19 +26,20 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
 from mpiad.compiling.source import indented
 from mpiad.programs.fusion import Schedule
-from mpiad.programs.playback import PlayingBack
-from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
+from mpiad.programs.interpretation import Interpretation, Note
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, Ref, TracedArray, is_number_of
+from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, KnownInRun, Ref, TracedArray, is_number_of
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
+from mpiad.transport.core.channels import Channel, Counts, communications
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.world import level_of_repeats
 
+Retrace: TypeAlias = Callable[[Watch, Sequence[Note]], object]
 MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
@@ -75,11 +81,11 @@ class Entry:
         self.replays.give_back(replay)
         return self.build(made if len(made) == len(self.inside) else self.leaves(made))
 
-    def leaves(self, made: Sequence[Array]) -> list[Any]:
+    def leaves(self, outputs: Sequence[Array]) -> list[Any]:
         """Return the leaves of the function's result, given the outputs of the program."""
-        if len(made) == len(self.inside):
-            return list(made)
-        found = iter(made)
+        if len(outputs) == len(self.inside):
+            return list(outputs)
+        found = iter(outputs)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
@@ -110,52 +116,64 @@ def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     return names["admits"]
 
 
-def entry_by_shapes(fun: Function, given: Arguments, watch: Watch, exact: bool) -> Entry | None:
-    """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
-    if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
-        return None
-    return entry_of_trace(watch, lambda recorder: traced_parts(fun, given, recorder), exact)
+# Returns `parts` and `build` of `Entry`.
+Traced: TypeAlias = Callable[[Recorder, Watch], "tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]"]
 
 
-_Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
+class FailedTrace(Exception):
+    """Raised if a function can't be traced or compiled; `watch`: that of the function's closure before the trace."""
+
+    def __init__(self, recorder: Recorder, watch: Watch, error: BaseException):
+        self.recorder, self.watch, self.error = recorder, watch, error
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether the trace has ended at a call whose result only a run can tell."""
+        return isinstance(self.error, KnownInRun)
+
+    @property
+    def is_raised_by_user(self) -> bool:
+        """Whether the exception is the function's own, and not due to traced arrays."""
+        has_traced = any(isinstance(getval(part), TracedArray) for part in self.error.args)
+        return not has_traced and calls.is_raised_by_user(self.error)
 
 
-def entry_of_trace(
-    watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False, kept: Iterable[int] = ()
-) -> Entry | None:
-    """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
-    recorder = ShapeRecorder(exact)
+@contextmanager
+def raising_failures(recorder: Recorder, watch: Watch) -> Iterator[Recorder]:
+    """Raise a FailedTrace for exceptions in a trace, and return its recorder."""
     try:
-        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-            found = traced(recorder)
-            return None if found is None else Entry(recorder, *found, watch, kept)
+        with np.errstate(all="ignore"):  # the numbers in a trace are arbitrary
+            yield recorder
+    except FailedTrace:
+        raise
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        recorder.raise_own(error)
-        return None
+        raise FailedTrace(recorder, watch, error) from None
 
 
-def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
+def entry_of_trace(recorder: Recorder, watch: Watch, traced: Traced, kept: Iterable[int] = ()) -> Entry:
+    """Compile the trace made by ``traced(recorder, watch)``; raise a FailedTrace if that fails."""
+    with raising_failures(recorder, watch):
+        return Entry(recorder, *traced(recorder, watch), watch, kept)
+
+
+def optional_program(fun: Function, arguments: Arguments, objects: Sequence[Any]) -> Entry | None:
     """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
     try:
-        entry = entry_of_trace(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
+        watch = watch_of(lambda: None, (), objects)
+        entry = entry_of_trace(Recorder(), watch, lambda recorder, _: traced_parts(fun, arguments, recorder))
     except Exception:  # noqa: BLE001
         return None
-    if entry is None or entry.admits is not None or entry.replays.last_check >= 0:
+    if entry.admits is not None or entry.replays.last_check >= 0:
         return None
     return entry if all(entry.inside) and entry.is_current() else None
 
 
-def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def traced_parts(fun: Function, arguments: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
     with recorder:
-        args, kwargs = given.build(recorder.arguments(given))
+        args, kwargs = arguments.build(recorder.arguments(arguments))
         leaves, build = flatten(fun(*args, **kwargs))
     return [leaves], build
-
-
-def is_shown() -> bool:
-    """Return whether the library records calls for a report, or watches them for deadlocks."""
-    return calls.is_noting() or is_watched()
 
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
@@ -164,9 +182,8 @@ def in_program(leaves: Sequence[Any]) -> list[bool]:
 
 
 def own(leaf: Any) -> Any:
-    """Return the value of a leaf; for an array, a copy of it."""
-    value = leaf.value if isinstance(leaf, TracedArray) else leaf
-    return value.copy() if isinstance(value, np.ndarray) or is_device_array(value) else value
+    """Return a leaf; for an array, a copy of it."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) or is_device_array(leaf) else leaf
 
 
 def fresh(result: Tree) -> Tree:
@@ -198,68 +215,70 @@ class ProgramCache:
     def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
         self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        # Programs for derivatives with the watches of their traces; None if they can't be traced.
-        self._programs: dict[Any, tuple[Watch, Recorded | None]] = {}
+        self._programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
         self.warned = False
         self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
-        self.pending: WeakValueDictionary[Any, Recorder] = WeakValueDictionary()  # traces before their reverse pass
+        self.pending: WeakValueDictionary[Any, Interpretation] = WeakValueDictionary()  # runs before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
-    def entry_or_watch(
-        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
-    ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None."""
-        # If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
-        entry = self.entries.get(key, UNKNOWN)
-        if entry is None or entry is not UNKNOWN and entry.is_current():
-            return self._admitting(entry, given), None
-        # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self.pending else self._watch(key, given)
-        entry = None if watch is None else compiled(watch)
-        if entry is not None:
-            self.entries[key] = entry
-        return self._admitting(entry, given), None if entry is not None else watch
+    def entry(self, key: Hashable, arguments: Arguments, *ways: Traced) -> Entry | FailedTrace | None:
+        """Return the program of a signature, compiled at its first call, or the failure of its trace.
 
-    def _admitting(self, entry: Entry | None, given: Arguments) -> Entry | None:
-        """Return an entry, or None if Python computes in another way with the numbers among the arguments of a call."""
-        if entry is None or entry.admits is None or entry.admits([getval(given.leaves[k]) for k in given.traced]):
-            return entry
-        return None
-
-    def program(self, given: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
-        """Return the function's program, recorded once for each signature and choice of `variables`; None if that fails.
-
-        `variables` are positions of leaves; `watch`: that of this call, if there is one.
+        None if the function must be interpreted. Failures, which occur once per signature, are passed to `interpreted`.
+        `ways`: functions that trace; the later ones are tried if the earlier ones fail.
         """
-        key = "program", tuple(sorted(set(variables))), given.key
-        valid, known = self._programs.get(key, (None, None))
-        if valid is not None and valid.is_the_same():
-            return known
-        watch = watch or (None if is_shown() else self._watch(key, given, optional=True))
+        entry = self.entries.get(key, UNKNOWN)
+        if entry is UNKNOWN or entry is not None and not entry.is_current():
+            # If an earlier call waits for its reverse pass, this pass will compile the program.
+            watch = None if key in self.pending else self._watch(key, arguments)
+            if watch is None:
+                return None
+            failure: FailedTrace | None = None
+            for traced in ways:
+                try:
+                    entry = self.compiled(key, watch, traced)
+                    break
+                except FailedTrace as error:
+                    failure = error
+                    if error.is_raised_by_user:
+                        return error
+            else:
+                return failure
+        # Python may compute in another way with the numbers among the arguments of a call.
+        is_admitted = (
+            entry is None or entry.admits is None or entry.admits([getval(arguments.leaves[k]) for k in arguments.traced])
+        )
+        return entry if is_admitted else None
+
+    def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
+        """Trace and compile a program, and store it; `notes`: those of a run."""
+        entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes), watch, traced)
+        return entry
+
+    def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
+        """Return the function's program, recorded once for each signature and choice of `variables`.
+
+        `variables` are positions of leaves; `watch`: that of this call, if there is one. Return None if the closure can't
+        be watched; raise a FailedTrace if the trace fails.
+        """
+        key = "program", tuple(sorted(set(variables))), arguments.key
+        known = self._programs.get(key)
+        if known is not None and known[0].is_the_same():
+            return known[1]
+        watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None
-        recorder, made = ShapeRecorder(self.exact), None
-        try:
-            made = Recorded(*recorded(self.fun, given, variables, recorder), admits_of(recorder), [])
-        except (Abandoned, Exception) as error:  # noqa: BLE001
-            recorder.raise_own(error)
+        recorder = Recorder(self.exact)
+        with raising_failures(recorder, watch):
+            made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
         self._programs[key] = watch, made
         return made
 
-    def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
-        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""
-        try:
-            self.entries[key] = Entry(recorder, *made)
-        except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
-            if calls.is_raised_by_user(error):
-                raise
-            self.give_up(key, error)
-
-    def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
-        watch = self._read(key, given, given.constants(), optional)
+    def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
+        watch = self._read(key, arguments, arguments.constants(), optional)
         self.traces += watch is not None
         if watch is None or self.traces <= MAX_TRACES:
             return watch
@@ -267,37 +286,35 @@ class ProgramCache:
         self.give_up(key, reason, optional)
         return None
 
-    def _read(self, key: Hashable, given: Arguments, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+    def _read(
+        self, key: Hashable, arguments: Arguments, objects: Sequence[Any] = (), optional: bool = False
+    ) -> Watch | None:
         try:
-            return watch_of(self.fun, given.args, objects)
+            return watch_of(self.fun, arguments.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
         except Unknown as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def run_again(self, recorder: Recorder, key: Hashable, given: Arguments, error: BaseException) -> Tree:
-        """Interpret the function after its trace has failed, without repeating communications."""
-        # If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
-        recorder.raise_own(error)
-        with PlayingBack(recorder.log, recorder.counts):
-            made = self.run(given)
-        integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+    def asks(self, arguments: Arguments, failure: FailedTrace) -> bool:
+        """Return whether a trace has failed since the function branches on an integer argument: then it is a constant."""
+        recorder = failure.recorder
+        integers = [k for k in arguments.traced if isinstance(arguments.leaves[k], (int, np.integer))]
         if recorder.asked is None or not integers:
-            self.give_up(key, error)
-            return made
+            return False
         # If the integer isn't an argument, it may depend on any integer argument.
-        asked = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
-        self.asked.update((given.form, k) for k in asked or integers)
-        return made
+        asked = [k for k, number in zip(arguments.traced, recorder.inputs) if number == recorder.asked]
+        self.asked.update((arguments.form, k) for k in asked or integers)
+        return True
 
-    def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> PlayingBack:
+    def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> Interpretation:
         """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
         if change.log is None:
             raise change
         # Shapes or dtypes of messages differ from those in the trace, so the next call is traced again.
         self.entries.pop(key, None)
-        return PlayingBack(change.log, counts)
+        return Interpretation(change.log, counts)
 
     def give_up(self, key: Hashable, error: BaseException | str, optional: bool = False) -> None:
         """Interpret all later calls with a signature, without a warning or an error if the program is `optional`."""
@@ -322,19 +339,55 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
-    def run(self, given: Arguments) -> Tree:
+    def run(self, arguments: Arguments) -> Tree:
         """Call the function itself, and return new arrays."""
-        return fresh(self.fun(*given.args, **given.kwargs))
+        return fresh(self.fun(*arguments.args, **arguments.kwargs))
 
-    def interpreted(self, key: Hashable, given: Arguments) -> Tree:
-        """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.run(given)
-        if self.strict and key in self.reasons:
-            raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
+    def interpreted(
+        self, key: Hashable, arguments: Arguments, failure: FailedTrace | None = None, retrace: Retrace | None = None,
+        optional: bool = False,
+    ) -> Tree:  # fmt: skip
+        """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages.
+
+        `failure`: that of the trace in this call. If the trace needs a run, ``retrace(watch, notes)`` traces again.
+        """
+        if failure is None:
+            made = self.run(arguments)
+            if self.strict and key in self.reasons:
+                raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
+            return made
+        if failure.is_raised_by_user and not failure.recorder.communicates:
+            raise failure.error
+        interpretation = Interpretation()
+        with interpretation if failure.needs_run else nullcontext():
+            made = self.run(arguments)
+        if not failure.needs_run or retrace is None:
+            self.fail(key, arguments, failure, optional)
+        else:
+            self.traced_again(key, arguments, partial(retrace, failure.watch, interpretation.notes), optional)
         return made
 
-    def is_followed(self, key: Hashable, given: Arguments) -> bool:
+    def traced_again(
+        self, key: Hashable, arguments: Arguments, trace: Callable[[], object], optional: bool = False
+    ) -> None:
+        """Trace the function after a run."""
+        try:
+            trace()
+        except FailedTrace as error:
+            failure = error
+        else:
+            return
+        self.fail(key, arguments, failure, optional)
+
+    def fail(self, key: Hashable, arguments: Arguments, failure: FailedTrace, optional: bool = False) -> None:
+        """Handle the failure of a trace after the function has run: later calls are interpreted, or traced otherwise."""
+        if failure.is_raised_by_user:
+            raise failure.error
+        if not self.asks(arguments, failure):
+            self.give_up(key, failure.error, optional)
+
+    def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
-            self._plain_closure = self._read(key, given)
+            self._plain_closure = self._read(key, arguments)
         return self._plain_closure is not None

@@ -1,8 +1,13 @@
-"""`Recorder`: the trace of a function. The trace runs the operations of the function, and records them in order.
+"""`Recorder`: the trace of a function, which records the operations of the function in order.
 
 A trace is a list of steps. A step is a communication, or a call of a NumPy function, an operator or an untraced function;
 it refers to traced arrays by number (`Ref`). Arrays that aren't traced become constants. A program of the trace is valid as
 long as the function's closure is unchanged (see `closure`).
+
+A trace is abstract: it computes the shapes and dtypes of results, and never communicates. Each operation of the catalogue
+has a rule for the shape of its result (`Operation.abstract`). What only a run can tell, for example the shape of an array
+that another rank broadcasts, is in the *notes* of an earlier run of the function (see `interpretation`). Without notes
+such an operation ends the trace.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,27 +30,24 @@ from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import is_writable, same_bits
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
-from mpiad.differentiation.objective import OBJECTIVE
-from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
 from mpiad.programs.array_program import PRECISIONS
+from mpiad.programs.interpretation import Note, message_counts
 from mpiad.programs.message_numbers import channels_of, envelopes_of
-from mpiad.programs.opaque_calls import as_array, opaque_call
-from mpiad.programs.playback import logged, message_counts
+from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     PYTHON_NUMBERS,
-    PYTHON_OPERATORS,
     Abandoned,
     Constant,
+    KnownInRun,
     Ref,
     Step,
     TracedArray,
     ask_for_integer,
     cast,
     hides_traced,
-    is_number_of,
     let_arrays_be_traced,
     mapped,
     on_host,
@@ -58,7 +60,7 @@ from mpiad.programs.traced_array import (
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import Used, communications, report_to_recorders
+from mpiad.transport.core.channels import Used, report_to_recorders
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -119,12 +121,13 @@ def _report_recording(on: bool) -> None:
 
 
 class Recorder:
-    """The trace of a call, and the context that records it, entered again with another `part` for a reverse pass."""
+    """The trace of a call, and the context that records it; `notes`: those of an earlier run, or None."""
 
-    ended = False  # see `ProgramRecorder`
+    ended, is_abstract = False, True  # see `ProgramRecorder`
 
-    def __init__(self, exact: bool = False) -> None:
+    def __init__(self, exact: bool = False, notes: Iterable[Note] | None = None) -> None:
         self.exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
+        self._notes = None if notes is None else iter(notes)
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
         # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
@@ -139,19 +142,14 @@ class Recorder:
         self.part = 0  # the part of the program to which steps are appended
         self.combined = False  # see `Step`
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
-        self.failed: BaseException | None = None  # an exception of a communication or another untraced function
-        # For playback: the results of communications and other untraced functions, and the message counts before them.
-        self.log: list[Any] = []
-        self.counts = message_counts()
         # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
         self.channels: set[Used] = set()
-        self._inside = False  # whether an untraced function is running
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
-        self._marks: list[tuple[Any, str, bool]] = []
 
     def __enter__(self) -> None:
-        self.open = True
+        # The functions that communicate count messages, which the trace doesn't send.
+        self._counts, self.open = message_counts(), True
         self.around, tracing.contexts = tracing.contexts, self
         calls.note(self)  # so that communications of adjoints are attributed to their forward calls
         with _lock:
@@ -164,36 +162,39 @@ class Recorder:
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
         # The exception that ended the trace is raised again, since the function may have caught it, or NumPy replaced it.
-        if self.refused is not None and (error is None or isinstance(error, Exception) and error is not self.failed):
+        if self.refused is not None and (error is None or isinstance(error, Exception)):
             raise self.refused
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording; from now on, computations with traced arrays are errors. A second call has no effect."""
-        for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
+        for request in [each for each, _ in self._objects.values() if isinstance(each, Request) and not each.done]:
             reason = f"it starts a request and doesn't wait for it: {request!r}"
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
+        for channel_, counts in self._counts:
+            channel_.count_from(counts)
         calls.forget(self)
         with _lock:
             if _open_recorders == {self}:
                 _report_recording(False)
             _open_recorders.discard(self)
-        self.open = False
+        self.open, self._counts, self._notes = False, [], None
         for kept in (self._constant_of, self._holders, self._inputs):
             kept.clear()
-        if not isinstance(error, (Abandoned, Exception, type(None))):  # KeyboardInterrupt, after which nothing runs again
-            self.mark()
 
-    def raise_own(self, error: BaseException) -> None:
-        """Raise the exception that ended a trace, unless it is due to the trace: then the function will run again."""
-        has_traced = any(isinstance(getval(part), TracedArray) for part in error.args)
-        if error is self.failed or not has_traced and calls.is_raised_by_user(error):
-            self.mark()
-            raise error
-
-    def refuse(self, reason: str) -> NoReturn:
+    def refuse(self, reason: str, kind: type[Abandoned] = Abandoned) -> NoReturn:
         """End the trace in failure: raise Abandoned."""
-        self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
+        self.refused = self.refused or kind(reason, calls.site_of(sys._getframe(1)).text)
         raise self.refused
+
+    def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
+        """Return `value`, or if it is NotImplemented, what the notes tell of a call; without notes, end the trace."""
+        if value is not NotImplemented:
+            return value
+        name = getattr(fun, "__name__", repr(fun))
+        note = None if self._notes is None else next(self._notes, None)
+        if note is None or note.name != name:
+            self.refuse(f"the result of {name} is known only in a run", KnownInRun if note is None else Abandoned)
+        return note.value
 
     def ask(self, x: Any, reason: str) -> NoReturn:
         """End the trace in failure, since the function needs the value of x; set `asked` for integers and comparisons."""
@@ -203,13 +204,12 @@ class Recorder:
             self.asked = next(iter(numbers), None)
         self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
 
-    def plain_array(self, x: Any, dtype: DTypeLike | None) -> Array:
-        """Return a traced array as a plain array; in a trace, raise Abandoned."""
-        if self.is_noting():
-            reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
-            found = reason_of_conversion(sys._getframe(2))
-            self.ask(x, found or f"{reason} np.concatenate or np.stack of autograd.numpy")
-        return np.asarray(x.value, dtype)
+    def plain_array(self, x: Any, dtype: DTypeLike | None) -> NoReturn:
+        """End the trace in failure: a traced array has no plain array."""
+        self.require_open()
+        reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
+        by_assignment = reason_of_conversion(sys._getframe(2))
+        self.ask(x, by_assignment or f"{reason} np.concatenate or np.stack of autograd.numpy")
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
@@ -223,10 +223,10 @@ class Recorder:
     # A traced array that is written to gets the number of the result. Other traced arrays with the same memory become
     # stale: reading them ends the trace.
 
-    def arguments(self, given: Arguments) -> list[Any]:
+    def arguments(self, call: Arguments) -> list[Any]:
         """Return the leaves of a call's arguments, with traced arrays in place of those that are traced."""
-        leaves = list(given.leaves)
-        for place in given.traced:
+        leaves = list(call.leaves)
+        for place in call.traced:
             value = getval(leaves[place])
             number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
             leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS)
@@ -243,34 +243,21 @@ class Recorder:
             self._inputs[id(root)] = root
         return made
 
-    def weaken(self, made: Any) -> Any:
+    def weaken(self, value: Any) -> Any:
         """Mark a value as a Python scalar, and return it."""
-        if isinstance(made, TracedArray) and self.is_noting():
-            made.weak = True
-            self.weak.add(made.number)
-        return made
-
-    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Array]) -> None:
-        """End the trace if the operator of Python raises an exception, or returns another kind of number than NumPy."""
-        if self.is_noting() and ufunc in PYTHON_OPERATORS:
-            given = plain(tuple(args))
-            try:
-                made = PYTHON_OPERATORS[ufunc](*given)
-            except ArithmeticError as error:
-                self.refuse(f"it computes with numbers, and Python raises {type(error).__name__}: {error}")
-            if not is_number_of(np.result_type(*given, *[1.0] * (ufunc is np.true_divide)).kind, made):
-                self.refuse(
-                    f"it computes {made!r:.40} from numbers, for which NumPy has another result: use NumPy's numbers"
-                )
+        if isinstance(value, TracedArray):
+            value.weak = True
+            self.weak.add(value.number)
+        return value
 
     def _number(self, value: Any) -> int:
         self.specs.append((value.shape, value.dtype))
         return len(self.specs) - 1
 
-    def _number_of_object(self, found: Any) -> int:
+    def _number_of_object(self, value: Any) -> int:
         self.specs.append(((), _OBJECT))
-        if found is not None:
-            self._objects[id(found)] = found, len(self.specs) - 1
+        if value is not None:
+            self._objects[id(value)] = value, len(self.specs) - 1
         return len(self.specs) - 1
 
     def _wrapped(self, value: Any) -> Any:
@@ -285,8 +272,8 @@ class Recorder:
             return mapped(x, self.referenced)
         if isinstance(x, TracedArray):
             if x.recorder is not self:
-                x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # belongs to another trace
+                x.recorder.require_open()
+                self.refuse("it uses a value of another trace")
             if x.stale is not None:
                 self.refuse("it reads an array whose memory has been changed in place through another name (a view)")
             return Ref(x.number)
@@ -325,8 +312,7 @@ class Recorder:
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a NumPy function, and record it."""
-        if not self.is_noting():
-            return fun(*plain(tuple(args)), **plain(kwargs))
+        self.require_open()
         if fun in _SHAPED_BY_INTEGERS:
             mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
@@ -334,7 +320,7 @@ class Recorder:
             self.refuse(reason_of_conversion(sys._getframe(2)) or f"it calls {fun.__name__}, {reason}")
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args)), self.referenced(kwargs)
-        return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
+        return self._recorded("call", fun, *references, _computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def _as_product(self, fun: Callable, args: Sequence[Array]) -> tuple[Callable, Sequence[Array]]:
         """Return a quotient of an array by a real scalar as a product with the reciprocal, and other calls unchanged."""
@@ -357,7 +343,7 @@ class Recorder:
         return (quotient, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
-        """Run a communication on plain arrays, and record it."""
+        """Record a communication."""
         params, rule = on_host(params), _rule()
         envelopes = envelopes_of(params)
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
@@ -368,12 +354,11 @@ class Recorder:
             )
         references = self.referenced(x), params
         if isinstance(params, Request):
-            begun = self._objects.pop(id(params), None)
-            if begun is None:
+            if id(params) not in self._objects:
                 params.done = False  # the function will run again, and wait for the request again
                 self.refuse("it waits for a request that was started outside of the jitted function")
-            references = references[0], Ref(begun[1])
-        made = self._communicated(operation, plain(x), params)
+            params.done, references = True, (references[0], self.referenced(params))
+        made = self._noted(operation, operation.abstract(plain(x), params))
         self.channels |= channels_of(params)
         if made is not None and made is plain(x):  # the result is the sent array
             self._step("communicate", operation, references, ())
@@ -381,51 +366,53 @@ class Recorder:
         if isinstance(made, Request):
             self._step("communicate", operation, references, (self._number_of_object(made),))
             return made
-        return self._recorded("communicate", operation, references, {}, made)
+        return self._recorded("communicate", operation, references, {}, like(made))
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Run and record a function whose result determines how a call continues; replays compare their result with it."""
-        references = self.referenced(args)
-        made = self._run(fun, *plain(args))
-        self._step("settle", fun, references, (), {} if made is None else {"expected": made})  # None for what only raises
-        return made
+        """Record a function whose result determines how a call continues; replays require the noted result."""
+        outcome = self._noted(fun)
+        # None is the result of functions that only raise errors.
+        self._step("settle", fun, self.referenced(args), (), {} if outcome is None else {"expected": outcome})
+        return outcome
 
     def opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None = None) -> tuple[Any, ...]:
-        """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
+        """Record a function that isn't traced, and that returns arrays followed by one other object."""
         # `specs`: those of the arrays, if they are the same in each run.
-        references, start = self.referenced(args), next(communications)
-        *arrays, rest = self._opaque(fun, plain(args), specs)
-        arrays = list(map(as_array, arrays))
+        references = self.referenced(args)
+        noted, rest, communicates = self._noted(fun) if specs is None else (specs, object(), True)
         self.channels |= {(x, False) for x in args if isinstance(x, Channel)}
-        self._any_within |= next(communications) > start + 1
-        for x in arrays:
-            if not _is_array(x):
-                self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__} instead of an array")
-        results = [self._wrapped(x) for x in arrays]
-        kwargs = {} if specs is not None else {"expected": [(x.shape, x.dtype) for x in arrays]}
+        self._any_within |= communicates
+        for other in [x for x in noted if not isinstance(x, Spec)]:
+            self.refuse(f"it calls {fun.__name__}, which returns {type(other).__name__} instead of an array")
+        results = [self._wrapped(like(spec)) for spec in noted]
+        kwargs = {} if specs is not None else {"expected": [(spec.shape, spec.dtype) for spec in noted]}
         self._step("opaque", fun, references, (*[x.number for x in results], self._number_of_object(rest)), kwargs)
         return *results, rest
 
     call_as_it_is = opaque_call
 
-    def once(self, fun: Callable, args: tuple) -> Any:
-        """Run the initialization of a communicator at its first use, without recording it."""
-        return self._untraced(fun, *args)
+    def once(self, fun: Callable, args: tuple) -> NoReturn:
+        """End the trace: the initialization of a communicator at its first use isn't part of a program."""
+        self.refuse(f"{getattr(fun, '__name__', 'a function')} prepares a communicator at its first use", KnownInRun)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of `mpiad.extend` on plain arrays, and record it."""
+        """Record an operator of `mpiad.extend`."""
         if not operator.preserves_spec and _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
-        if any(hides_traced(x) for x in (*args, *kwargs.values())):
-            self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
+        if any(map(hides_traced, (operator.fun, *args, *kwargs.values()))):
+            self.refuse(
+                f"{operator.__name__} is or gets a function or an object that contains traced values: pass the values as "
+                "arguments"
+            )
         tracing.recorder = None
         try:
-            used = {channel(x.comm, operator.__name__, collective=False) for x in plain(args) if hasattr(x, "comm")}
+            channels = {channel(x.comm, operator.__name__, collective=False) for x in plain(args) if hasattr(x, "comm")}
         finally:
             tracing.recorder = self
-        self.channels |= {(each, False) for each in used}
+        self.channels |= {(each, False) for each in channels}
         references = self.referenced(args), self.referenced(kwargs)
-        return self._recorded("operate", operator, *references, self._operated(operator, plain(args), plain(kwargs)))
+        made = self._noted(operator, operator.abstract(plain(args), plain(kwargs)))
+        return self._recorded("operate", operator, *references, like(made))
 
     def communicated_by_itself(self) -> None:
         """End the trace in failure, since a function communicates by other means than recorded operations."""
@@ -456,58 +443,8 @@ class Recorder:
         return self._any_within or self.communications > 0
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Remember a channel with pending messages for `mark`."""
-        self._marks.append((channel, reason, messages))
+        """Return True: nothing has been sent, so that an exception leaves no messages."""
         return True
-
-    def mark(self) -> None:
-        """Mark the remembered channels as unusable: an exception that isn't due to the trace has left messages pending."""
-        for used, *fault in self._marks:
-            used.mark(*fault)
-
-    def _opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None) -> tuple[Any, ...]:
-        return self._run(fun, *args)
-
-    def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Squares and roots have the same bits as in loops, unlike those of np.power in some releases of NumPy.
-        by_operator = fun is np.power and isinstance(args[0], np.ndarray) and not kwargs
-        return args[0] ** args[1] if by_operator else fun(*args, **kwargs)
-
-    def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
-        return self._run(operation.forward, x, params, params=params)
-
-    def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self._run(operator.body, args, kwargs)
-
-    def _run(self, fun: Callable, *args: Any, params: Any = None) -> Any:
-        made = self._untraced(fun, *args)
-        self.log.append(logged(made, params))
-        # The trace is left only after the communication has been completed and logged.
-        if self.refused is not None:
-            raise self.refused
-        return made
-
-    def _untraced(self, fun: Callable, *args: Any) -> Any:
-        tracing.recorder, self._inside = None, True
-        start = next(communications)
-        try:
-            return fun(*args)
-        except BaseException as error:
-            # The exception may be due to a traced value in the closure of `fun`. In that case the trace fails, and the
-            # function runs again, unless there were communications since the start of `fun`.
-            if self.refused is None or next(communications) > start + 1:
-                self.failed = error
-            raise
-        finally:
-            tracing.recorder, self._inside = self, False
-
-    def is_noting(self) -> bool:
-        """Return whether operations on traced arrays are recorded; an operation in an untraced function ends the trace."""
-        if self._inside:
-            reason = "a function that it calls uses a traced value of an enclosing function: pass the value as an argument"
-            self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
-        self.require_open()
-        return self.open and not self._inside
 
     def require_open(self) -> None:
         """Raise a RuntimeError for arrays that are used after the end of their trace."""
@@ -519,19 +456,19 @@ class Recorder:
                 "update it. Return the value from the jitted function, y, kept = f(x), and keep it in the caller of f."
             )
 
-    def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
-        if made is None and kind != "call":
+    def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, result: Any) -> Any:
+        if result is None and kind != "call":
             self._step(kind, fun, args, (), kwargs)
             return None
-        if isinstance(made, (tuple, list)) and all(_is_array(part) for part in made):
-            results = [self._wrapped(part) for part in made]
-            out: Any = type(made)(results) if type(made) in (tuple, list) else tuple(results)
-        elif _is_array(made):
-            results = [self._wrapped(made)]
+        if isinstance(result, (tuple, list)) and all(_is_array(part) for part in result):
+            results = [self._wrapped(part) for part in result]
+            out: Any = type(result)(results) if type(result) in (tuple, list) else tuple(results)
+        elif _is_array(result):
+            results = [self._wrapped(result)]
             out = results[0]
         else:
-            is_array = isinstance(made, np.ndarray)
-            what = f"an array of {made.dtype}s" if is_array else f"{type(made).__name__}, which isn't an array"
+            is_array = isinstance(result, np.ndarray)
+            what = f"an array of {result.dtype}s" if is_array else f"{type(result).__name__}, which isn't an array"
             self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values")
         self._step(kind, fun, args, tuple([result.number for result in results]), kwargs)
         return out
@@ -542,9 +479,7 @@ class Recorder:
 
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""
-        if not self.is_noting():
-            fun(*plain(tuple(args)), out=target.value)
-            return target
+        self.require_open()
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
@@ -559,10 +494,8 @@ class Recorder:
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
         """Set entries of an array; the array gets the number of the result."""
+        self.require_open()
         place, new = plain(key), plain(value)
-        if not self.is_noting():
-            target.value[place] = new
-            return
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
         # total[key].
         is_written = target.stale is not None and value is target.stale and isinstance(new, np.ndarray)
@@ -594,82 +527,40 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
 
 
-# `ShapeRecorder`: a trace of shapes and dtypes, in which large arrays are neither computed nor communicated.
+# The values of a trace.
 #
-# Untouched memory stands for each large result. So a function of large arrays is compiled before it runs, which takes no
-# longer than for small arrays. If an operation needs values of large arrays, or a message from another rank, this trace
-# fails before it sends a message, and the function is traced while it runs (see `Recorder`).
+# Untouched memory stands for each large result, and ones for each small result of a communication. Small arrays are
+# computed from these values and from the arguments. So a trace takes no longer for large arrays than for small ones.
 
 _LARGE = 1 << 13  # entries above which computing with an array takes longer than finding the shape of the result
 
 
-def is_large(x: Any) -> bool:
-    """Return whether computing with an array takes long."""
+def _is_large(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
-# Functions whose results have a known shape, and whose calls have no side effects if the trace fails.
-_KNOWN = frozenset(
-    "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_recv mpi_scan mpi_send mpi_sum "
-    "parallel.value_and_grad value_and_grad grad make_vjp make_jvp jvp hvp".split()
-)
-_AS_SENT = frozenset({ALLREDUCE, SCAN, SUM_TO_ROOT})
-
-
-class ShapeRecorder(Recorder):
-    """A trace of shapes and dtypes in progress; it overrides the methods of `Recorder` that compute or communicate."""
-
-    def looked_up(self, call: str) -> None:
-        """Handle the lookup of a channel by a function: end the trace if the shape of the function's result is unknown."""
-        if call not in _KNOWN:
-            self.refuse(f"the result of {call} is known only in a run")
-
-    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Array]) -> None:
-        """Do nothing: the values are placeholders, and each call of the program checks its numbers (see `Entry.admits`)."""
-
-    def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if fun is np.full:
-            return _placeholder(args[0], args[2])
-        by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun in (np.where, quotient)
-        if by_entries and not kwargs and any(map(is_large, args)):
-            shape = np.broadcast_shapes(*[np.shape(x) for x in args])
-            made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])
-            several = isinstance(made, tuple)
-            return tuple([_placeholder(shape, part.dtype) for part in made]) if several else _placeholder(shape, made.dtype)
+def _computed(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function, if it is large with arbitrary entries."""
+    if fun is np.full:
+        return _placeholder(args[0], args[2])
+    by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun in (np.where, quotient)
+    if by_entries and not kwargs and any(map(_is_large, args)):
+        shape = np.broadcast_shapes(*[np.shape(x) for x in args])
+        made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])
+        several = isinstance(made, tuple)
+        return tuple([_placeholder(shape, part.dtype) for part in made]) if several else _placeholder(shape, made.dtype)
+    try:
         made = fun(*args, **kwargs)
-        is_own = is_large(made) and made.base is None and not any(made is x for x in args)
-        return _placeholder(made.shape, made.dtype) if is_own else made
+    except np.linalg.LinAlgError:  # the entries may not be those of a run
+        made = fun(*mapped(args, _identities), **kwargs)
+    is_fresh = _is_large(made) and made.base is None and not any(made is x for x in args)
+    return _placeholder(made.shape, made.dtype) if is_fresh else made
 
-    def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
-        envelopes = envelopes_of(params)
-        for envelope in envelopes:
-            envelope.give_back()
-        if operation in (SEND, BARRIER):
-            return x
-        # A receive from any rank, whose envelope has no number yet, needs a run.
-        needs_run = operation is RECV and any(envelope.number is None for envelope in envelopes)
-        if operation in (ALLTOALL, BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
-            return like(params.spec)
-        if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind in "fc":
-            return like(Spec(x.shape, x.dtype))
-        if operation is OBJECTIVE and params.problem is None:
-            return np.float64(1.0)
-        return super()._communicated(operation, x, params)
 
-    def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        x = args[0]
-        if operator.preserves_spec and isinstance(x, np.ndarray):
-            return _placeholder(x.shape, x.dtype)
-        if operator.in_place is None or kwargs or not isinstance(x, np.ndarray):
-            return super()._operated(operator, args, kwargs)
-        made = tuple(operator.in_place.made(*args[1:]))
-        return _placeholder(x.shape[: x.ndim - len(made)] + made, x.dtype)
-
-    def _opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None) -> tuple[Any, ...]:
-        return super()._opaque(fun, args, specs) if specs is None else (*map(like, specs), object())
-
-    def _untraced(self, fun: Callable, *args: Any) -> NoReturn:
-        self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")
+def _identities(x: Any) -> Any:
+    """Return identity matrices of the same shape."""
+    is_matrix = isinstance(x, np.ndarray) and x.ndim > 1
+    return np.broadcast_to(np.eye(*x.shape[-2:], dtype=x.dtype), x.shape) if is_matrix else x
 
 
 def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
@@ -678,10 +569,13 @@ def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
     dtype, size = np.dtype(dtype), math.prod(shape)
     if dtype.kind in "iu":  # they may be indices
         return np.zeros(shape, dtype)
-    pages = mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS) if size > _LARGE else None
-    return np.ndarray(shape, dtype, pages)
+    if size <= _LARGE:
+        return np.ones(shape, dtype)
+    return np.ndarray(shape, dtype, mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS))
 
 
-def like(spec: Spec) -> Any:
-    """Return a placeholder for a value with this shape and dtype."""
+def like(spec: Any) -> Any:
+    """Return a placeholder for a value with this shape and dtype; what isn't a spec is returned unchanged."""
+    if not isinstance(spec, Spec):
+        return spec
     return _placeholder(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)

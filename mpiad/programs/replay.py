@@ -8,6 +8,7 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,11 +25,11 @@ from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
 from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
+from mpiad.programs.interpretation import logged
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
-from mpiad.programs.playback import logged
 from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
@@ -80,6 +81,13 @@ class Replays:
         except IndexError:
             return Replay(self, prepared)
 
+    def lease(self) -> Lease:
+        """Take a replay, which is given back when no array refers to its memory any more."""
+        replay = self.take()
+        lease: Any = replay.memory.view(_Memory).view(Lease)
+        lease.replay, replay.lease = replay, weakref.ref(lease)
+        return lease
+
     def give_back(self, replay: Replay) -> None:
         """Mark a replay as unused."""
         self.free[replay.prepared].append(replay)
@@ -88,10 +96,10 @@ class Replays:
 class Changed(TypeError):
     """Raised by a replay if a result's shape or dtype differs from the trace; `log`: this run's communications, or None."""
 
-    def __init__(self, made: Any, node: Node, log: list[Any] | None):
+    def __init__(self, result: Any, node: Node, log: list[Any] | None):
         line = "" if node.site is None else f"{node.site.text}: "
         super().__init__(
-            f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
+            f"{line}{operation_of(node)} has returned an array of shape {np.shape(result)}, but one of shape {node.shape} "
             "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
         )
         self.log = log
@@ -194,15 +202,15 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
     return FunctionType(code, {}, name)
 
 
-def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+def _in_rule(function: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
     """Return a function that makes a call, and records it, on request, at the line of the derivative's call."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
-            return made(operation, x, *rest)
+            return function(operation, x, *rest)
         first = (x[0] if x else None) if isinstance(x, tuple) else x
         arguments = *rule, first, None if isinstance(x, tuple) or not rest else rest[0]
-        return recorded_call(calls.begin_rule, arguments, made, operation, x, *rest)
+        return recorded_call(calls.begin_rule, arguments, function, operation, x, *rest)
 
     return call
 
@@ -229,15 +237,15 @@ class Replay:
         self._actions = replays.actions[prepared]
         self._blocks = _KernelBlocks(replays, self._actions)
         self.numbers = MessageNumbers()
-        self.is_leased = False  # whether results of the last run are in this replay's memory
+        self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
         self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": _address_of}
         self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self._blocks.words}
         self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
-        self.names |= {"lease": self._lease, "take_known": self.numbers.take_known}
+        self.names |= {"lease": lambda: self.lease(), "take_known": self.numbers.take_known}
         self.names |= {"log": self.log, "logged": logged}
-        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
+        self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         # Arrays that kernels read, or that are read through views, are contiguous.
@@ -336,7 +344,7 @@ class Replay:
             if self.replays.allocations[b].is_scratch:
                 self._arrays[b] = f"b{b}"
                 return
-            array = self._in_memory(b, self._memory)
+            array = self._in_memory(b, self.memory)
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
@@ -401,12 +409,7 @@ class Replay:
         return name if found.kind == "output" and self._is_large(b) else f"{name}.copy()"
 
     # A result that only other programs read is an array in the replay's memory. As long as one of these arrays exists, the
-    # replay is in use: their base holds the lease.
-
-    def _lease(self) -> Array:
-        memory = self._memory.view(_Memory).view(_Leased)
-        memory.replay, self.is_leased = self, True
-        return memory
+    # replay is in use: their base is the lease.
 
     def _is_leased(self, b: int) -> bool:
         return root_of(self.schedule.buffers, b) in self.replays.allocations and self._is_large(b)
@@ -573,11 +576,11 @@ class _Text(str):
 
 
 class _Memory(np.ndarray):
-    """The base of `_Leased`: NumPy would replace a base by the base's base if that had the type of the new array."""
+    """The base of a `Lease`: NumPy would replace a base by the base's base if that had the type of the new array."""
 
 
-class _Leased(np.ndarray):
-    """A view of a replay's memory, which gives back the replay when no array refers to it any more."""
+class Lease(np.ndarray):
+    """A view of a replay's memory, which gives back the replay when nothing refers to it any more."""
 
     replay: Replay
 
@@ -586,9 +589,9 @@ class _Leased(np.ndarray):
             self.replay.replays.give_back(self.replay)
 
 
-def _own(made: Any, *given: Array) -> Any:
-    """Return the results of a call, copied if they are views of its arguments `given`, whose memory is reused."""
-    if type(made) is np.ndarray:
-        shares = any(made is x if made.base is None else np.may_share_memory(made, x) for x in given)
-        return made.copy() if shares else made
-    return [_own(x, *given) for x in made] if type(made) in (list, tuple) else made
+def _own(result: Any, *arguments: Array) -> Any:
+    """Return the results of a call, copied if they are views of its `arguments`, whose memory is reused."""
+    if type(result) is np.ndarray:
+        shares = any(result is x if result.base is None else np.may_share_memory(result, x) for x in arguments)
+        return result.copy() if shares else result
+    return [_own(x, *arguments) for x in result] if type(result) in (list, tuple) else result

@@ -44,15 +44,11 @@ class ScalarRecorder:
         """Refuse an operation that needs the value of x."""
         self.refuse(reason)
 
-    def is_noting(self) -> bool:
-        """Return True: every operation on traced arrays is translated."""
-        return True
-
     def require_open(self) -> None:
         """Do nothing: the arrays have no values that could be used after the trace."""
 
     # The methods of `ProgramRecorder` that a function reaches: it runs traced in functions of this library, too.
-    ended = True
+    ended = is_abstract = open = True
 
     def looked_up(self, call: str) -> NoReturn:
         """Refuse a communication."""
@@ -142,10 +138,10 @@ class ScalarRecorder:
         except TypeError as error:  # the rule doesn't have a parameter, and Python's message names it
             self.refuse(f"it calls {name}, whose rule {str(error).partition('() ')[2] or error}")
 
-    def _wrapped(self, found: Any, made: Any) -> Any:
-        if isinstance(found, (list, tuple)):
-            return [self._wrapped(*pair) for pair in zip(found, made)]
-        return TracedArray(self, self.symbols(found), made)
+    def _wrapped(self, symbols: Any, value: Any) -> Any:
+        if isinstance(symbols, (list, tuple)):
+            return [self._wrapped(*pair) for pair in zip(symbols, value)]
+        return TracedArray(self, self.symbols(symbols), value)
 
     def write(self, target: TracedArray, fun: Callable, args: Sequence[Array]) -> TracedArray:
         """Call a function that writes into an array, whose views change, too."""

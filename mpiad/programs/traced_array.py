@@ -1,19 +1,19 @@
-"""`TracedArray`: the arrays in the first call of a compiled function. Their operations are run and recorded.
+"""`TracedArray`: the arrays in a trace of a function, whose operations are recorded.
 
-A traced array has a value, computed by NumPy, and a number in the trace. So the first call has the same shapes, dtypes,
-errors and communications as the interpreted function. If the function branches on a value, or passes it to code that
-doesn't use NumPy's protocols, the trace fails, and the function runs again on plain arrays. The rest of the library handles
-traced arrays like arrays on devices.
+A traced array has a number in the trace, and a value with the shape and dtype of the array in a run. If the function
+branches on a value, or passes it to code that doesn't use NumPy's protocols, the trace fails, and the function is
+interpreted. The rest of the library handles traced arrays like arrays on devices.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dis import opmap
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 import autograd.numpy.numpy_wrapper
 import numpy as np
@@ -68,6 +68,10 @@ class Abandoned(BaseException):
         super().__init__(f"{line}: {reason}")
 
 
+class KnownInRun(Abandoned):
+    """Raised to leave a trace at a call whose result only a run can tell; the function may be traced after a run."""
+
+
 def plain(x: Any) -> Any:
     """Return arguments with traced arrays replaced by their values."""
     return mapped(x, lambda x: x if not isinstance(x, TracedArray) else x.value.item() if x.weak else x.value)
@@ -85,17 +89,32 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(x)
 
 
-def hides_traced(x: Any, depth: int = 4) -> bool:
-    """Return whether an object, or the closure of a function, holds traced arrays that `plain` doesn't replace."""
-    if isinstance(x, (TracedArray, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
-        return False
-    nest = isinstance(x, (tuple, list, dict))
-    if nest:
-        parts: Any = x.values() if isinstance(x, dict) else x
-    else:
-        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, getattr(x, "__closure__", None) or ())]
-        parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
-    return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in map(getval, parts))
+_ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType)
+_MOST_OBJECTS = 500
+
+
+def hides_traced(x: Any) -> bool:
+    """Return whether an object or the closure of a function refers to arrays of a trace that `plain` doesn't replace."""
+    objects, seen = deque([(x, True)]), set[int]()  # each with whether `plain` replaces arrays in it
+    while objects and len(seen) < _MOST_OBJECTS:
+        x, is_argument = objects.popleft()  # the nearest first
+        x = getval(x)
+        if isinstance(x, TracedArray) and not is_argument and x.recorder.open:
+            return True
+        if isinstance(x, (TracedArray, *_ATOMS)) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        nest = isinstance(x, (tuple, list, dict))
+        if nest:
+            parts: Any = dict.values(x) if isinstance(x, dict) else x
+        else:
+            attributes = getattr(x, "__dict__", None)
+            parts = list(attributes.values()) if isinstance(attributes, dict) else []
+            parts += map(content_of, getattr(x, "__closure__", None) or ())
+            names = *getattr(type(x), "__slots__", ()), "__self__", "func", "args", "keywords"  # methods, and partial
+            parts += [getattr(x, name, None) for name in names]
+        objects += [(part, is_argument and nest) for part in parts]
+    return False
 
 
 def on_host(params: Any) -> Any:
@@ -147,16 +166,15 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return self.recorder.call(ufunc, given, {})
         if ufunc is np.power:
             _ask_for_integers(given)
-        self.recorder.check_numbers(ufunc, given)
         return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method
 
 
-def _ask_for_integers(given: tuple[Any, Any]) -> None:
+def _ask_for_integers(numbers: tuple[Any, Any]) -> None:
     """End the trace in failure if both numbers are integers: NumPy's powers of integers overflow, unlike Python's."""
-    if all(np.result_type(x).kind in "iu" for x in plain(given)):
-        mapped(given, ask_for_integer)
+    if all(np.result_type(x).kind in "iu" for x in plain(numbers)):
+        mapped(numbers, ask_for_integer)
 
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
@@ -181,10 +199,6 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     return method
 
 
-def _of_value(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self._required_value(), name)(*args)
-
-
 _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
@@ -201,12 +215,8 @@ def reason_of_conversion(frame: FrameType) -> str:
     return ""
 
 
-def _as_number(name: str) -> Callable[[TracedArray], complex]:
-    def method(self: TracedArray) -> complex:
-        reason = reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW
-        return getattr(self._required_value(reason), name)()
-
-    return method
+def _as_number(self: TracedArray) -> NoReturn:
+    self.ask_for_value(reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW)
 
 
 class TracedArray:
@@ -239,7 +249,7 @@ class TracedArray:
 
     def __hash__(self) -> int:
         # Dicts and sets distinguish numbers by their values.
-        return hash(self._required_value()) if isinstance(self.value, np.generic) else object.__hash__(self)
+        return self.ask_for_value() if isinstance(self.value, np.generic) else object.__hash__(self)
 
     def __repr__(self) -> str:
         return f"<traced array of {self.dtype}, shape {self.shape}>"
@@ -254,8 +264,7 @@ class TracedArray:
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
             return self.recorder.call(fun, inputs, kwargs)
-        if not self.recorder.is_noting():
-            return fun(*plain(inputs), out=plain(out), **plain(kwargs))
+        self.recorder.require_open()
         self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -272,7 +281,7 @@ class TracedArray:
             return self
         parts = key if type(key) is tuple else (key,)
         if any(isinstance(part, TracedArray) and part.dtype == bool for part in parts):
-            self._required_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
+            self.ask_for_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
         for part in parts:  # x[k : k + 3] has the same shape for all k
             if type(part) is slice and (part.step is not None or not isinstance(part.start, type(part.stop))):
                 mapped(part, ask_for_integer)
@@ -303,7 +312,7 @@ class TracedArray:
 
     def view(self, kind: Any = None) -> Any:
         """Return the array itself; autograd calls this method of results."""
-        return self if kind in (None, np.ndarray) else self._required_value(f"it views traced values as {kind}").view(kind)
+        return self if kind in (None, np.ndarray) else self.ask_for_value(f"it views traced values as {kind}")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ndim", "size", "itemsize", "nbytes", "strides", "flags", "device"):
@@ -318,14 +327,17 @@ class TracedArray:
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _required_value(self, reason: str = CONTROL_FLOW) -> Any:
-        if self.recorder.is_noting():
-            self.recorder.ask(self, reason)
-        return self.value
+    def ask_for_value(self, reason: str = CONTROL_FLOW) -> Any:
+        """End the trace in failure."""
+        self.recorder.require_open()
+        self.recorder.ask(self, reason)
 
-    __float__, __int__, __complex__ = map(_as_number, ("__float__", "__int__", "__complex__"))
-    __bool__, __index__ = map(_of_value, ("__bool__", "__index__"))
-    __round__, item, tolist = map(_of_value, ("__round__", "item", "tolist"))
+    def item(self, *args: Any) -> NoReturn:
+        """End the trace in failure: an entry is a value."""
+        self.ask_for_value()
+
+    __float__ = __int__ = __complex__ = _as_number
+    __bool__ = __index__ = __round__ = tolist = item
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -336,7 +348,7 @@ class TracedArray:
     def __format__(self, spec: str) -> str:
         if not spec and (self.shape or self.dtype.kind not in "iu"):
             return repr(self)
-        return format(self._required_value("it formats a traced value as text"), spec)
+        self.ask_for_value("it formats a traced value as text")
 
     def __str__(self) -> str:
         return format(self)
@@ -477,10 +489,8 @@ class _NumPy:
 
     @staticmethod
     def array(x: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _traced(x)
-        if found is None or not found.recorder.is_noting():
-            return np.array(x, *args, **kwargs)
-        return found.recorder.call(array_of, (x, *args), kwargs)
+        traced = _traced(x)
+        return np.array(x, *args, **kwargs) if traced is None else traced.recorder.call(array_of, (x, *args), kwargs)
 
 
 def _traced(x: Any) -> Any:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from mpiad.differentiation.in_place import keeping_arguments, note_sharing, note
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
+from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.signature import Arguments
@@ -81,6 +83,8 @@ notrace_primitives[CallNode] = notrace_primitives[OrderedNode]
 class ProgramTape(OrderedTape):
     """The tape that records a program, whose steps are in the trace `recorder`."""
 
+    records_constants = True
+
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
@@ -92,6 +96,14 @@ class ProgramTape(OrderedTape):
     def referenced(self, x: Any) -> Any:
         """Return nested arguments, with references to the values that the arrays have at this time."""
         return self.recorder.referenced(mapped(x, _innermost))
+
+    def nodes(self) -> list[Any]:
+        """Close the tape and return its nodes; they contain all communications, or the trace fails."""
+        nodes, recorder = self.close().nodes, self.recorder
+        count = sum(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in nodes)
+        if count != recorder.communications or any(step.kind in ("opaque", "settle") for step in recorder.steps):
+            recorder.refuse("it communicates in a way that derivatives can't repeat")
+        return nodes
 
     def with_indices(self, values: Sequence[Array]) -> list[tuple[Ref, int]]:
         """Return references to values, each with the index of its node, -1 for a constant."""
@@ -107,7 +119,8 @@ class ProgramTape(OrderedTape):
         pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if getattr(parent, "tape", None) is self]
         own, steps = [k for k, _ in pairs], self.recorder.steps
         args = tuple([None if k in own else self._argument(x) for k, x in enumerate(args)])
-        params = self._argument(params) if type(params) is dict else on_host(params)
+        # The parameter of a wait is a request, the result of an earlier call.
+        params = self._argument(params) if isinstance(params, (dict, Request)) else on_host(params)
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
         node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
@@ -115,11 +128,11 @@ class ProgramTape(OrderedTape):
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication; return its node, or None if its result isn't an array."""
+        """Record a communication; return its node, or None if the result isn't an array or has no derivatives."""
         node = CallNode.__new__(CallNode)
         note_sharing(node, ans, args, argnums, parents)
         self.add(node, ans, operator, args, params, argnums, parents)
-        return None if getattr(ans, "dtype", None) is None else node
+        return node if is_variable(ans) else None
 
 
 class Program(NamedTuple):
@@ -160,21 +173,21 @@ def _spec(x: Array) -> Spec:
 
 
 def recorded(
-    fun: Function, given: Arguments, variables: Iterable[int], recorder: Recorder
+    fun: Function, arguments: Arguments, variables: Iterable[int], recorder: Recorder
 ) -> tuple[Program, Callable[[list[Any]], Any]]:
     """Record the program of a function, and return it with the builder of the function's result.
 
     `variables`: positions of the leaves with respect to which it is differentiated.
     """
     with np.errstate(all="ignore"), recorder, suspended(body=False), ProgramTape(recorder) as tape:
-        leaves = recorder.arguments(given)
+        leaves = recorder.arguments(arguments)
         for k in set(variables):
             leaves[k] = tape.variable(leaves[k])
-        inputs = tape.with_indices([leaves[k] for k in given.traced])
-        args, kwargs = given.build(leaves)
+        inputs = tape.with_indices([leaves[k] for k in arguments.traced])
+        args, kwargs = arguments.build(leaves)
         values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
-    nodes = tape.close().nodes
+    nodes = tape.nodes()
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build
 
 
@@ -190,6 +203,7 @@ class Evaluation:
         self._program, self._recorder, self.numbers = program, recorder, numbers or MessageNumbers()
         self._results: list[Any] = [None] * program.size
         self._known: dict[int, Any] = {}  # the new values, without boxes, by their numbers in the old trace
+        self._lane = 0  # the current lane in `run_lanes`
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
     def inputs(self) -> list[Array]:
@@ -243,11 +257,17 @@ class Evaluation:
         def call(of_node: Call, inputs: Sequence[Any]) -> Any:
             if isinstance(of_node.fun, Recorded):
                 if of_node.is_combined:
+                    if not inputs:  # a constant cotangent
+                        inputs, of_node = [mapped(of_node.args[0], self._constant)], of_node._replace(argnums=[0])
                     made = self.called(of_node, [stack([_of_lane(x, k) for k in numbers]) for x in inputs])
                     return _Lanes([made[k] for k in numbers])
             elif not any(type(x) is _Lanes for x in inputs):
                 return self.called(of_node, inputs)
-            return _Lanes([self.called(of_node, [_of_lane(x, k) for x in inputs]) for k in numbers])
+            return _Lanes(map(in_lane, numbers, repeat(of_node), repeat(inputs)))
+
+        def in_lane(lane: int, of_node: Call, inputs: Sequence[Any]) -> Any:
+            self._lane = lane
+            return self.called(of_node, [_of_lane(x, lane) for x in inputs])
 
         made = self.run([*inputs, *map(_Lanes, zip(*lanes))], call)
         return [[_of_lane(x, k) for x in made] for k in numbers]
@@ -256,7 +276,9 @@ class Evaluation:
         """Remember the new value for a reference, or for each reference in nested results."""
         olds, news = list[Any](), list[Any]()
         mapped(old, olds.append)
-        mapped(_innermost(_of_lane(new, 0)), news.append)
+        # A wait gets the request of its lane.
+        is_request = type(new) is _Lanes and isinstance(new[0], Request)
+        mapped(new, news.append) if is_request else mapped(_innermost(_of_lane(new, 0)), news.append)
         for reference, value in zip(olds, map(_innermost, news)):
             if type(reference) is Ref:
                 self._known.setdefault(reference.number, value)
@@ -267,7 +289,7 @@ class Evaluation:
         """Return an argument that isn't an input of its node."""
         old = self._program.recorder
         if type(x) is Ref:
-            return self._value(x.number)
+            return _of_lane(self._value(x.number), self._lane)
         if type(x) is Constant:
             return old.constants[x.number]
         if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
@@ -318,14 +340,14 @@ def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list
 
 
 def _with_reverse_pass(
-    recorder: Recorder, evaluation: Evaluation, given: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
+    recorder: Recorder, evaluation: Evaluation, inputs: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
 ) -> list[list[Array]]:
     """Record an evaluation and its reverse pass; `seeded` is called between them, with the cotangents of the results."""
-    specs = [_spec(given[k]) for k in inner]
+    specs = [_spec(inputs[k]) for k in inner]
     with OrderedTape() as tape:
         for k in inner:
-            given[k] = tape.variable(given[k])
-        pairs = [tape.value_and_place(x) for x in evaluation.run(given)]
+            inputs[k] = tape.variable(inputs[k])
+        pairs = [tape.value_and_place(x) for x in evaluation.run(inputs)]
     nodes = tape.close().nodes
     results = [x for x, _ in pairs]
     recorder.part = 1
@@ -353,7 +375,7 @@ def jvp(program: Program, chosen: Sequence[int], recorder: Recorder) -> tuple[Pr
         tape.close()
         with_tangents = [k for k, (x, _) in enumerate(pairs) if isinstance(_innermost(x), TracedArray) and is_variable(x)]
         outputs = outer.with_indices([x for x, _ in pairs] + [pairs[k][1] for k in with_tangents])
-    nodes = outer.close().nodes
+    nodes = outer.nodes()
     kept = {place for place, k in enumerate([*range(len(pairs)), *with_tangents]) if k in program.kept}
     return Program(recorder, nodes, inputs, outputs, len(nodes), frozenset(kept)), with_tangents
 
@@ -373,7 +395,7 @@ def linearized(program: Program, inner: Sequence[int], recorder: Recorder) -> tu
             return gs
 
         results, cotangents = map(outer.with_indices, _with_reverse_pass(recorder, evaluation, given, inner, seeded))
-    nodes = outer.close().nodes
+    nodes = outer.nodes()
     residuals = _residuals(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
     kept = program.kept.union(range(len(results), len(results) + len(residuals)))
     forward = Program(recorder, nodes[:middle], inputs, [*results, *residuals], len(nodes), kept)

@@ -158,3 +158,21 @@ def test_single_precision(programs):
     for product in (point.jvp, point.vjp):
         assert_close(product(several.astype(np.float32), batch=True), (slope * several).astype(np.float32), 1e-6)
     assert len(programs) == 2 and None not in programs
+
+
+@pytest.mark.parametrize("entries", [0, 3])
+def test_cotangents_that_are_constants(entries, rank, size):
+    """Results on which nothing depends: all ranks send a zero per lane, those that are interpreted, too."""
+
+    def fun(x):
+        mpiad.mpi_allreduce(x[:entries])
+        coming = mpiad.mpi_irecv(x, (rank - 1) % size)
+        mpiad.mpi_wait(mpiad.mpi_isend(x**2, (rank + 1) % size))
+        return anp.sum(mpiad.mpi_wait(coming) * x)
+
+    x = np.arange(4.0) + rank
+    part = mpiad.jit(fun, strict=True) if rank % 2 == 0 else fun
+    several = np.stack([x, np.cos(x), np.ones(4)])
+    for _ in range(2):
+        product, expected = (mpiad.make_hvp(f, objective="sum")(x)[2] for f in (part, fun))
+        np.testing.assert_allclose(product(several, batch=True), expected(several, batch=True), rtol=1e-12)

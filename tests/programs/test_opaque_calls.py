@@ -166,7 +166,7 @@ def test_steps_of_a_scan_are_replayed(replays):
 
 
 def test_a_traced_value_from_around_a_loop_is_refused(caplog):
-    """It would be a constant of the first call: deeper than anything is looked through for it."""
+    """It would be a constant of the first call."""
 
     def fun(x):
         held = [[[[[[x * 2.0]]]]]]
@@ -175,7 +175,7 @@ def test_a_traced_value_from_around_a_loop_is_refused(caplog):
     jitted = mpiad.jit(fun)
     for x in (X, X * 3, X * 5):
         np.testing.assert_allclose(jitted(x), 8 * x, rtol=1e-14)
-    assert "uses a traced value of an enclosing function" in caplog.text
+    assert "scan gets functions or objects that contain traced values: pass the values as arguments" in caplog.text
 
 
 @pytest.mark.parametrize("used", [(), (0,)], ids=["unused", "used on rank 0"])

@@ -83,7 +83,9 @@ def test_integers_that_python_decides_by_are_constants():
     assert fun.check(X, 2) <= 1  # the first time it wasn't known that it would be asked for
     assert [fun.check(X, k) for k in (3, 2)] == [0, 0]
     assert fun.check(X, True) == 1
-    assert [fun.check(X, 1), fun.check(X, 1, "part"), fun.check(X, 1, name="part")] == [1, 1, 1]
+    # A call of another form is traced again, when it is known that Python asks for its integer.
+    assert [fun.check(X, 1), fun.check(X, 1, "part"), fun.check(X, 1, name="part")] == [1, 2, 2]
+    assert [fun.check(X, 1), fun.check(X, 1, "part"), fun.check(X, 1, name="part")] == [0, 0, 0]
     both = Jitted(lambda x, flag: x * 3 if flag else -x)
     assert [both.check(X, flag) for flag in (True, False, True, False)] == [1, 1, 0, 0]
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from dis import opmap
 from functools import cache
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
+
+T = TypeVar("T")
 
 
 class Site:
@@ -181,16 +183,21 @@ def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: 
 def _pushed(call: Call) -> Call:
     call.outer = tracing.call
     tracing.call = call
-    for observer in tuple(observers):
+    for observer in reported_to(observers):
         observer.began(call)
     return call
+
+
+def reported_to(owners: Sequence[T]) -> Sequence[T]:
+    """Return the objects that are notified of this thread's calls: none in an abstract trace, which doesn't communicate."""
+    return () if tracing.recorder is not None and tracing.recorder.is_abstract else tuple(owners)
 
 
 def end(call: Call) -> None:
     """End a call, and calls inside it that an exception has left open."""
     tracing.call = call.outer
     call.ended = perf_counter()
-    for observer in tuple(observers):
+    for observer in reported_to(observers):
         observer.ended(call)
     call._x = call._params = None  # the record may outlive the arrays
 

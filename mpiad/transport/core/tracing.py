@@ -20,10 +20,8 @@ T = TypeVar("T")
 class ProgramRecorder(Protocol):
     """The methods of the trace of a compiled program."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether the function runs untraced, since its trace was abandoned and all recorded results were replayed."""
-        ...
+    ended: bool  # whether functions of this library run as without a trace
+    is_abstract: bool  # whether the trace doesn't communicate, so that its calls aren't reported to debugging tools
 
     def communicate(self, operation: object, x: Array, params: object) -> Any:
         """Run an operation on plain arrays, and record it."""
