@@ -61,6 +61,21 @@ def test_one_rank_may_import_the_library_alone(mpirun):
 
 
 # Communication by bare mpi4py before the first call, which ranks make at different times.
+COMPILED = """
+import autograd.numpy as np, mpiad
+total = mpiad.jit(lambda x: mpiad.mpi_scan(np.sum(x**2)), strict=True)
+print(total(np.ones(3)), total(np.ones(3)), total.refused)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_compiled_function_may_start_the_library(debug, mpirun):
+    done = mpirun(2, COMPILED, env={"MPIAD_DEBUG": debug})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["3.0 3.0 False", "6.0 6.0 False"]
+
+
 STAGGERED = """
 import time
 from mpi4py import MPI

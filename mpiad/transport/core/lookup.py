@@ -80,10 +80,13 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
 
 def _started(call: str) -> Channel:
     """Return the world's channel; start the library if it isn't started."""
-    if _world is None or MPI.Is_finalized():
-        refuse_fork(call)
-        _require_mpi(call)
-        start_world(call)
+    return once(_start, call) if _world is None or MPI.Is_finalized() else _world
+
+
+def _start(call: str) -> Channel:
+    refuse_fork(call)
+    _require_mpi(call)
+    start_world(call)
     return _world or open_world()
 
 
