@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.kernel_texts import kernel_text
+from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.trace import names_of, packing_of, trace
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         """Return CUDA C of a kernel that differentiates by all parameters."""
         own, common = ([j for j, name in enumerate(self.traced.names) if name[0] == kind] for kind in "ps")
         spec = self.spec._replace(wanted_varying=len(own), wanted_shared=len(common))
-        return kernel_text(kernel, self.traced, spec, (*own, *common), "c")
+        return cuda_text(kernel, self.traced, spec, (*own, *common))
 
 
 def plan_of(f, p, u0, alg, events=(), **options):

@@ -8,9 +8,7 @@ conjugate are the cotangents of a and b.
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,18 +29,12 @@ class Argument(NamedTuple):
 
 def arguments_of(signature: str) -> list[Argument]:
     """Return the types of a signature such as ``void(int64, float64[:, ::1])`` or ``linked(float64[::1])``."""
-    found = re.findall(r"(\w+)(\[[^\]]*\])?(?:, |\)$)", signature.partition("(")[2])
+    kinds = signature.partition("(")[2].removesuffix(")").replace(", :", ",:").split(", ")
+    parts = [kind.partition("[") for kind in kinds if kind]
     return [
-        Argument(np.dtype(name.replace("boolean", "bool")), axes.count(":") - 1 if axes else None) for name, axes in found
+        Argument(np.dtype(name.replace("boolean", "bool")), axes.count(":") - 1 if axes else None)
+        for name, _, axes in parts
     ]
-
-
-@lru_cache(64)
-def signature_in(text: str, name: str) -> str:
-    """Return the signature of a kernel from its annotations, such as ``def kernel(n: int64, x: float64[:, ::1]):``."""
-    head = text.partition(f"def {name}(")[2].partition("):")[0]
-    kinds = re.findall(r": (\w+(?:\[[^]]*\])?)", head)
-    return f"void({', '.join(kinds)})"
 
 
 def is_linked(signature: str) -> bool:

@@ -20,10 +20,15 @@ _CALLS = {
 _ATTRIBUTES = {"inf": "INFINITY", "nan": "NAN"}
 
 
+def c_statements(nodes: Iterable[ast.stmt], declared: Iterable[str] = ()) -> list[str]:
+    """Return statements of the kernel language as C++."""
+    known = set(declared)
+    return [line for node in nodes for line in _statement(node, known)]
+
+
 def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
-    """Return statements of the kernel language as C++; new variables are added to `declared` if it is a set."""
-    known = declared if isinstance(declared, set) else set(declared)
-    return [line for node in ast.parse("\n".join(lines)).body for line in _statement(node, known)]
+    """Return the text of statements of the kernel language as C++."""
+    return c_statements(ast.parse("\n".join(lines)).body, declared)
 
 
 def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:
@@ -41,6 +46,8 @@ def _statement(node: ast.stmt, known: set[str]) -> list[str]:
         return [f"{_text(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
     if isinstance(node, ast.Break):
         return ["break;"]
+    if isinstance(node, ast.Pass):
+        return [";"]
     assert isinstance(node, ast.Assign), ast.unparse(node)  # noqa: S101 the texts are ours
     target = node.targets[0]
     parts = target.elts if isinstance(target, ast.Tuple) else [target]

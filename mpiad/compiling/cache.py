@@ -11,6 +11,7 @@ from Python thus runs a chain of kernels.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import hashlib
@@ -49,13 +50,20 @@ _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 
 class Source(NamedTuple):
-    """The kernel `name` of a text, and its signature."""
+    """The kernel `name` of a text, and its signature; `definitions`: functions that aren't in the text (see `folding`)."""
 
     # Signatures are, for example, ``void(int64, float64[:, ::1])``, or ``linked(float64[:, ::1])`` for a linked kernel. An
     # array that a linked kernel writes mustn't overlap other arrays.
+    # The text and the signature determine the definitions, which are made only to compile the kernel.
     text: str
     name: str
     signature: str
+    definitions: Callable[[], Sequence[ast.FunctionDef]] = tuple
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What determines the kernel."""
+        return self[:3]
 
 
 def code_of(sources: Sequence[Source], fast: str = "") -> tuple[bytes, list[str]]:
@@ -68,9 +76,10 @@ def code_of(sources: Sequence[Source], fast: str = "") -> tuple[bytes, list[str]
 
     texts = []
     for source in sources:
-        text, name, signature = source
+        text, name, signature, definitions = source
+        linked = is_linked(signature)
         try:
-            texts.append((translated(text, name, arguments_of(signature), fast, is_linked(signature)), name))
+            texts.append((translated(text, name, arguments_of(signature), fast, linked, definitions()), name))
         except NotImplementedError as error:
             raise NotImplementedError(*error.args, source) from error
     return object_file(texts, optimization_level)
@@ -214,12 +223,15 @@ def _checksum(content: bytes) -> bytes:
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
-_COMPILER = ("translation.py", "elementary.py", "block_builder.py", "arguments.py", "machine_code.py", "cache.py")
+_COMPILER = (
+    "translation.py", "folding.py", "kernel_language.py", "elementary.py", "block_builder.py", "arguments.py",
+    "machine_code.py", "cache.py",
+)  # fmt: skip
 
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.
 _MAX_LOADED = 128
-_Known: TypeAlias = "tuple[int, str, Source]"
+_Known: TypeAlias = "tuple[int, str, tuple[str, str, str]]"
 # Kernels by the level of optimization, fast-math flags and source. A lookup is fast, since a string caches its hash.
 _loaded: dict[_Known, Kernel] = {}
 
@@ -236,14 +248,14 @@ def kernels_of(sources: Sequence[Source], fast: str = "", call: str = "") -> lis
     """Return compiled functions (see `code_of`), logged as INFO for a public `call`, else DEBUG."""
     # If two threads need a kernel, the second thread waits for the first.
     with _lock:
-        known = [(optimization_level, fast, source) for source in sources]
+        known = {(optimization_level, fast, source.key): source for source in sources}
         # Those that no earlier program has are compiled together.
-        missing = list(dict.fromkeys(each for each in known if each not in _loaded))
+        missing = {key: source for key, source in known.items() if key not in _loaded}
         if missing:
             _loaded.update(_from_disk_or_compiled(missing, call))
-        for each in known:
-            _loaded[each] = _loaded.pop(each)
-        kernels = [_loaded[each] for each in known]
+        for key in known:
+            _loaded[key] = _loaded.pop(key)
+        kernels = [_loaded[optimization_level, fast, source.key] for source in sources]
         while len(_loaded) > _MAX_LOADED:
             del _loaded[next(iter(_loaded))]
         return kernels
@@ -254,10 +266,10 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     return kernels_of([Source(text, name, signature)], fast, call)[0]
 
 
-def is_cached(text: str, name: str, signature: str) -> bool:
+def is_cached(source: Source) -> bool:
     """Return whether a kernel is in memory, or in the cache on disk as compiled by the same compiler for any machine."""
     # LLVM, which knows the machine, isn't imported.
-    known = optimization_level, "", Source(text, name, signature)
+    known = optimization_level, "", source.key
     if known in _loaded:
         return True
     folder, key = cache_folder(), _source_key([known])
@@ -270,24 +282,24 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
     return [made.function for made in kernels_of([Source(text, *each) for each in signatures.items()], fast)]
 
 
-def _from_disk_or_compiled(known: Sequence[_Known], call: str) -> dict[_Known, Kernel]:
+def _from_disk_or_compiled(known: Mapping[_Known, Source], call: str) -> dict[_Known, Kernel]:
     """Return kernels from one object file; if it is compiled, it is written to the disk."""
     started = time.perf_counter()
-    key = _source_key(known) + _checksum(_machine().encode()).decode()[:_KEY]
-    folder, fast, sources = cache_folder(), known[0][1], [source for *_, source in known]
+    key = _source_key([*known]) + _checksum(_machine().encode()).decode()[:_KEY]
+    folder, sources, keys = cache_folder(), [*known.values()], [source.key for source in known.values()]
     path, signatures = None if folder is None else folder / f"{key}{_SUFFIX}", [each.signature for each in sources]
     content, functions, origin = None if path is None else find(path), None, "disk"
     if content is not None:
         header, _, file = content.partition(b"\n")
         texts, outside = json.loads(header)
         try:
-            functions = loaded(file, outside, signatures) if texts == [list(each) for each in sources] else None
+            functions = loaded(file, outside, signatures) if texts == [list(each) for each in keys] else None
         except OSError as error:
             _log.info("the compiled kernel of %s can't be used: %s", key, error)
     if functions is None:
-        (file, outside), origin = code_of(sources, fast), "compiled"
+        (file, outside), origin = code_of(sources, next(iter(known))[1]), "compiled"
         if path is not None:
-            keep(path, json.dumps([sources, outside]).encode() + b"\n" + file)
+            keep(path, json.dumps([keys, outside]).encode() + b"\n" + file)
         functions = loaded(file, outside, signatures)
     seconds, action = time.perf_counter() - started, "compiled" if origin == "compiled" else "loaded"
     names = f"{sources[0].name} kernel was" if len(sources) == 1 else f"{len(sources)} kernels were"

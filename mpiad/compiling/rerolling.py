@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
-from re import Match, fullmatch
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +46,15 @@ class _Trees:
     """The expression trees of a program. A shape is the operations of a tree; a leaf is a tuple of value numbers."""
 
     def __init__(
-        self, program: Program, arrays: Mapping[int, Match], returned: set[int], stored: list[int], irregular: set[int]
+        self,
+        program: Program,
+        arrays: Mapping[int, tuple[str, int]],
+        returned: set[int],
+        stored: list[int],
+        irregular: set[int],
     ):
-        # `arrays`: the names of the arrays that contain inputs. `irregular`: sums whose terms are roots, or inputs.
+        # `arrays`: the names of the arrays that contain inputs, and the places in them. `irregular`: sums whose terms are
+        # roots, or inputs.
         self.shapes: list[tuple] = []  # by number: an operation and the numbers of its arguments' shapes, a leaf, or a sum
         self.roots: dict[int, None] = {}  # the values that are stored in the array on the stack, in order
         self.depths: list[int] = []  # for each value: the largest number of roots on a path from the inputs to it
@@ -99,7 +104,7 @@ class _Trees:
         """Return an argument of an operation: a leaf or a tree."""
         operation, _, value = self._instructions[i]
         if i in self.roots or operation in ("constant", "input"):
-            array = self._arrays[i][1] if i in self._arrays else "stack"
+            array = self._arrays[i][0] if i in self._arrays else "stack"
             constant = str(value) if isinstance(value, bool) else "constant"
             return self.number("leaf", constant if operation == "constant" else array), [(i,)]
         return self.tree(i)
@@ -134,7 +139,7 @@ class _Trees:
         operation, *parts = self.shapes[shape]
         if operation != "sum" or len(members) >= _LEAST_GROUP or max(parts[3::3]) >= _LONG:
             return []
-        leaves = {self.number("leaf", kind) for kind in (*_CONSTANTS, *(found[1] for found in self._arrays.values()))}
+        leaves = {self.number("leaf", kind) for kind in (*_CONSTANTS, *(name for name, _ in self._arrays.values()))}
         return [i for i in members if not any(self.part(x)[0] in leaves for _, x in self._terms(i)[1:])]
 
     def number(self, *shape: str | int) -> int:
@@ -154,9 +159,11 @@ def rerolled(
     """
     if program.cost <= SHORT or any(x.operation == "table" for x in program.instructions):
         return None
-    arrays = {i: found for i, text in texts.items() if (found := fullmatch(r"(\w+)\[(\d+)\]", text))}
+    # The texts of entries of arrays are such as ``s[3]``.
+    entries = {i: text.removesuffix("]").partition("[") for i, text in texts.items() if text.endswith("]")}
+    arrays = {i: (name, int(place)) for i, (name, _, place) in entries.items() if name.isidentifier() and place.isdigit()}
     # Other inputs are copied to the array on the stack, so that they can be terms of the same sums as other values.
-    copied = {i: arrays.pop(i) for i in list(arrays) if arrays[i][1] != "s"}
+    copied = {i: arrays.pop(i) for i in list(arrays) if arrays[i][0] != "s"}
     returned = {name: i for n, (name, i) in enumerate(zip(outputs, program.outputs, strict=True)) if n not in stored}
     kept = [(program.outputs[n], one) for n, one in stored.items()]
     irregular = list[int]()
@@ -176,13 +183,13 @@ def rerolled(
     places, size = printer.places, 0
     for i, text in texts.items():
         if i in arrays:
-            places[i] = int(arrays[i][2])
+            places[i] = arrays[i][1]
         elif program.instructions[i].operation == "input" and i not in copied:
             places[i], size = size, size + 1
             printer.lines.append(f"stack[{places[i]}] = {text}")
-    for name, group in groupby(copied, key=lambda i: copied[i][1]):
+    for name, group in groupby(copied, key=lambda i: copied[i][0]):
         members = list(group)
-        places.update((i, int(copied[i][2])) for i in members)
+        places.update((i, copied[i][1]) for i in members)
         targets = [(size + n, [(i,)]) for n, i in enumerate(members)]
         printer.group(trees.number("leaf", name), "stack[{0}] = {1}", targets)
         places.update(zip(members, count(size)))

@@ -7,7 +7,6 @@ by NumPy, except for the rounding of operations that `lowered` replaces.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import mul
@@ -181,6 +180,7 @@ def function_source(
 # LLVM's time grows faster than linearly with the length of straight-line code, so longer functions are divided. Values pass
 # from piece to piece through memory, as values that don't fit into registers do in any case.
 _PIECE = 1000
+_SEPARATORS = str.maketrans(dict.fromkeys("()[]{}+-*/%=<>!&|^~,.:", " "))  # between names
 
 
 def _in_pieces(name: str, arguments: Sequence[str], body: list[str], outputs: Sequence[str]) -> str:
@@ -193,7 +193,7 @@ def _in_pieces(name: str, arguments: Sequence[str], body: list[str], outputs: Se
     # The targets of += are entries of arrays.
     targets = [[line.partition(" = ")[0] for line in chunk if " += " not in line] for chunk in chunks]
     known = {*arguments, *(target for chunk in targets for target in chunk)}
-    read = [known & set(re.findall(r"\w+", " ".join(chunk))) for chunk in chunks]
+    read = [known & set(" ".join(chunk).translate(_SEPARATORS).split()) for chunk in chunks]
     later = set(outputs)
     for k in range(len(chunks) - 1, -1, -1):
         results = [target for target in targets[k] if target in later]

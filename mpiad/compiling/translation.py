@@ -192,9 +192,20 @@ _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 
 
-def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
-    """Return the kernel `name` in a text as an LLVM module; raise a NotImplementedError outside the kernel language."""
-    defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+def translated(
+    text: str,
+    name: str,
+    arguments: Sequence[Argument],
+    fast: str = "",
+    linked: bool = False,
+    definitions: Sequence[ast.FunctionDef] = (),
+) -> str:
+    """Return the kernel `name` as an LLVM module; raise a NotImplementedError outside the kernel language.
+
+    The kernel and the functions that it calls are in a text, or among the definitions.
+    """
+    nodes = [*ast.parse(text).body, *definitions]
+    defined = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     return _Module(defined, fast, linked).kernel(name, arguments)
 
 

@@ -25,7 +25,7 @@ P = TypeVar("P", bound="KernelSources")
 class KernelSources:
     """Base class of problems; the problem of a solution contains the sources of the compiled kernels."""
 
-    _kernels: ClassVar[Mapping[str, str]] = {}
+    _kernels: ClassVar[Mapping[str, object]] = {}  # their texts, or objects whose `str` is the text
 
     def kernel_source(self, name: str = "forward") -> str:
         """Return the source of a kernel that a solve compiled; call it as ``sol.problem.kernel_source()``.
@@ -46,9 +46,9 @@ class KernelSources:
                 f"kernel_source: this problem has no kernel {name!r}, only {sorted(kernels)}. Call it for the problem of a "
                 "solution: solve(problem, compile=True).problem.kernel_source()."
             )
-        return kernels[name]
+        return str(kernels[name])
 
-    def with_kernels(self: P, kernels: Mapping[str, str]) -> P:
+    def with_kernels(self: P, kernels: Mapping[str, object]) -> P:
         """Return a copy of the problem, for a solution, with the sources of its kernels."""
         problem = object.__new__(type(self))
         problem.__dict__.update(self.__dict__, _kernels=kernels)

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpiad._typing import Array, Function
-from mpiad.compiling.arguments import signature_in
 from mpiad.compiling.cache import is_cached
 from mpiad.compiling.program import OPERATIONS, Program, Refusal
 from mpiad.compiling.source import lowered
@@ -125,11 +124,10 @@ class History:
 
     def cost_of(self, solver: Solver, given: Batch) -> float:
         """Return the time to get a solve's kernels."""
-        forward = solver.forward_text(given)
+        forward = solver.forward_code(given).source.text
         if forward not in self.costs:
-            texts = solver.texts(given).items()
-            missing = [text for name, text in texts if not is_cached(text, name, signature_in(text, name))]
-            self.costs[forward] = self.loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing)
+            missing = [code for code in solver.codes(given) if not is_cached(code.source)]
+            self.costs[forward] = self.loading + sum(_LINES * code.length**1.5 for code in missing)
         return self.costs[forward]
 
 
@@ -173,16 +171,17 @@ def refuse_mass_on_device(settings: Settings) -> None:
 class Compiler:
     """The choice for one call of `solve`, and the kernels that it compiles; `count`: the number of trajectories.
 
-    `used`: the channel of the ranks that solve the ensemble together. All of them enter the compiler as a context, since
+    `channel`: that of the ranks that solve the ensemble together. All of them enter the compiler as a context, since
     they agree on the choice once, at the first batch or at the exit. `solves`: the expected number of solves.
     """
 
     def __init__(
-        self, compile: str | bool, backend: EnsembleAlgorithm, count: int, used: Channel | None = None, solves: int = 1
+        self, compile: str | bool, backend: EnsembleAlgorithm, count: int, channel: Channel | None = None, solves: int = 1
     ):
-        self.compile, self.backend, self.together = compile, backend, used is not None
-        self.kernels: dict[str, str] = {}  # their texts, by the names "forward" and "reverse"
-        self._count, self._used, self._solves = count, used, solves
+        self.compile, self.backend, self.together = compile, backend, channel is not None
+        # The code of CPU kernels, or the texts of those for GPUs, by the names "forward" and "reverse".
+        self.kernels: dict[str, Any] = {}
+        self._count, self._channel, self._solves = count, channel, solves
         self._history: History | None = None
         self._last_solver: Solver | None = None
         self._chosen = None if compile == "auto" else bool(compile)
@@ -196,7 +195,7 @@ class Compiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._used is not None and self._chosen is None and (kind is None or issubclass(kind, FAILURES)):
+        if self._channel is not None and self._chosen is None and (kind is None or issubclass(kind, FAILURES)):
             self._agree(-inf, inf, 0.0)
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
@@ -205,7 +204,7 @@ class Compiler:
             outcome = self.backend.run(batch, settings)
         else:
             outcome = self._solver(plan, batch, settings).solved(given)
-            self._history.costs[self.kernels["forward"]] = 0.0  # type: ignore[union-attr]  # set by `plan`
+            self._history.costs[self.kernels["forward"].source.text] = 0.0  # type: ignore[union-attr]  # set by `plan`
         if self._history is not None and not self.together:
             self.record(outcome.naccept + outcome.nreject)
         return outcome
@@ -294,7 +293,7 @@ class Compiler:
     ) -> TracedProblem | None:
         """Return the traced problem if a kernel will take less time than arrays, its compilation included."""
         longest, mean = history.expected(settings, batch)
-        batches = max(1.0, self._count / batch.size / (1 if self._used is None else self._used.size))
+        batches = max(1.0, self._count / batch.size / (1 if self._channel is None else self._channel.size))
 
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
@@ -324,8 +323,8 @@ class Compiler:
 
     def _agree(self, cost: float, gain: float, loading: float) -> bool:
         """Choose by the largest cost and the smallest gain of all ranks; collective if several ranks solve together."""
-        if self._used is not None:
-            costs, gains, loadings = zip(*self._used.data.allgather((cost, gain, loading)))
+        if self._channel is not None:
+            costs, gains, loadings = zip(*self._channel.data.allgather((cost, gain, loading)))
             cost, gain, loading = max(costs), min(gains), max(loadings)
         self._chosen = cost <= gain
         if cost > -inf:  # any rank has trajectories, and could use a kernel

@@ -10,21 +10,12 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import (
-    aligned,
-    argument,
-    from_parts,
-    from_row_parts,
-    is_complex,
-    parts,
-    row_parts,
-    signature_in,
-)
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, is_complex, parts, row_parts
+from mpiad.compiling.cache import kernels_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.forward_kernel import fields_of
+from mpiad.ensemble.compiled.forward_kernel import layout_of
 from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec, kernel_spec_of
-from mpiad.ensemble.compiled.kernel_texts import kernel_text
+from mpiad.ensemble.compiled.kernel_texts import KernelCode, kernel_code
 from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
@@ -47,9 +38,11 @@ MOST_ENTRIES = 64
 
 
 class Solver:
-    """A batch of plain arrays, and its kernels; the texts of all used kernels are stored in `kernels`, by name."""
+    """A batch of plain arrays, and its kernels, whose codes are stored in `kernels`, by name."""
 
-    def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
+    def __init__(
+        self, kernels: dict[str, KernelCode], traced: TracedProblem, batch: Batch, settings: Settings, threads: int
+    ):
         # Kernel texts don't depend on the numbers in f.
         self._kernels, self._problem, self.traced = kernels, traced, traced.origin or traced
         self.batch, self.settings, self.threads = batch, settings, threads
@@ -71,21 +64,21 @@ class Solver:
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         return self.spec._replace(directions=self.directions, record=record)
 
-    def forward_text(self, given: Batch) -> str:
-        """Return the text of the forward kernel."""
-        return kernel_text("forward", self.traced, self._spec_for(given), ())  # as in `function`: one text in its cache
+    def forward_code(self, given: Batch) -> KernelCode:
+        """Return the forward kernel."""
+        return kernel_code("forward", self.traced, self._spec_for(given), ())  # as in `function`: one code in its cache
 
-    def texts(self, given: Batch) -> dict[str, str]:
-        """Return the texts of the kernels of a solve and, as far as it is known before the solve, of its gradient."""
-        texts = {"forward": self.forward_text(given)}
+    def codes(self, given: Batch) -> list[KernelCode]:
+        """Return the kernels of a solve and, as far as it is known before the solve, of its gradient."""
+        codes = [self.forward_code(given)]
         if given.traced and not self.directions:
             wanted = [part for part in self.traced.packing.parts if isbox(given.p.leaves[part.place])]
             if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
-                return texts  # the adjoint will be computed by arrays
+                return codes  # the adjoint will be computed by arrays
             timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
             spec, places = self.reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
-            texts["reverse"] = kernel_text("reverse", self.traced, spec, places)
-        return texts
+            codes.append(kernel_code("reverse", self.traced, spec, places))
+        return codes
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
@@ -123,8 +116,8 @@ class Solver:
 
     def function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
         """Return a kernel; `wanted`: the parameters in the order of a reverse kernel's arguments."""
-        text = self._kernels[name] = kernel_text(name, self.traced, spec, wanted)
-        return kernel_of(text, name, signature_in(text, name), call="solve").function
+        code = self._kernels[name] = kernel_code(name, self.traced, spec, wanted)
+        return kernels_of([code.source], call="solve")[0].function
 
     # ---- derivatives
 
@@ -188,14 +181,15 @@ class _Launch:
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
-        self._event_arrays: list[Array] = []
+        self._event_arrays = [np.empty((0, 0)), *(np.empty(shape, np.int64) for shape in ((0, 0), 0, 0, (0, 0)))]
+        self._event_arrays.append(np.empty((0, 0, 0), real))
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
             slots = len(times) - 1 if spec.record else 0
             # For given times of events: the numbers of steps before them, and the states before the events act.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
-            self._event_arrays += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
-            self._event_arrays += self.at_given_times
+            self._event_arrays[:4] = argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed
+            self._event_arrays[4:] = self.at_given_times
         atol = np.concatenate([settings.atol, settings.rtol][: 1 + spec.relative], axis=None, dtype=real)
         # Initial states and tspan are passed as one column if all trajectories share them.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
@@ -231,11 +225,10 @@ class _Launch:
         crossings = np.empty((_EVENT_ROWS + most_events, columns))
         ids, time_index = aligned(2 * lanes, np.dtype(np.int64)).reshape(2, lanes)
         ids[:] = -1
-        lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
+        lane = *layout_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
         call, reported = Paced(self._function, state), 0
         while True:
-            events = (crossings,) if spec.events else ()
-            call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, *events)
+            call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, crossings)
             next_id, vacant_lanes, row, event_count, end, _ = state
             if progress is not None:
                 started = np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])

@@ -1,21 +1,16 @@
-"""`KernelSpec`, the sizes and options of a kernel; `Fields`, the layout of its memory; templates of kernel sources.
+"""`KernelSpec`: the sizes and options of a kernel.
 
 A CPU kernel solves several trajectories at a time; the memory of each one is called a lane (see `forward_kernel`).
 """
 
 from __future__ import annotations
 
-import math
-import re
-import textwrap
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpiad._typing import Array
-from mpiad.compiling.arguments import aligned, is_complex, real_dtype
-from mpiad.compiling.c_translation import c_lines
+from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import Places, entries_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -23,7 +18,7 @@ from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sparsity import given_pattern, refuse_missing
-from mpiad.ensemble.tableaus import Tableau
+from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
 # The number of columns of the table of events that CPU kernels write: the trajectory, the event, the step (from 0), the
 # fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
@@ -46,7 +41,7 @@ class KernelSpec(NamedTuple):
     tableau: Tableau
     controller: PIController
     single: bool = False  # whether states are float32
-    lanes: int = 16  # number of trajectories that are solved at a time
+    lanes: int = 16  # number of trajectories that are solved at a time; 0 in kernels for GPUs
     inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
@@ -81,6 +76,60 @@ class KernelSpec(NamedTuple):
         read = {i for name, first, count in self.tables if name == kind for i in range(first, first + count)}
         return [i for i in range(self.varying if kind == "p" else self.shared) if i not in read]
 
+    def real(self, x: float) -> float:
+        """Return a number in the precision of states."""
+        return np.float32(x) if self.single else float(x)  # type: ignore[return-value]
+
+    @property
+    def scalars_shared(self) -> list[int]:
+        """The indices of the shared parameters that are passed to f as numbers."""
+        return [] if self.shares_array else self.loaded("s")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the kernel is for GPUs: one thread solves one trajectory."""
+        return not self.lanes
+
+    @property
+    def vectorized(self) -> bool:
+        """Whether vector instructions process the lanes; vectors have no indices of different lanes."""
+        return not self.tables
+
+    @property
+    def error(self) -> Sequence[float]:
+        """The weights of the stages in the error."""
+        return self.tableau.error or ()
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether errors determine the sizes of steps."""
+        return self.tableau.error is not None
+
+    @property
+    def affected(self) -> bool:
+        """Whether any event acts."""
+        return self.affects is not None
+
+    @property
+    def limited(self) -> bool:
+        """Whether steps may end at times at which f jumps."""
+        return self.affected or bool(self.clocks)
+
+    @property
+    def rosenbrock(self) -> RosenbrockTableau:
+        """The table of a Rosenbrock method."""
+        return cast(RosenbrockTableau, self.tableau)
+
+    @property
+    def components(self) -> Sequence[int]:
+        """The indices of the components; a range, for which loops aren't unrolled, if states are arrays."""
+        return range(self.d) if self.rolled else tuple(range(self.d))
+
+    @property
+    def interpolating(self) -> list[int]:
+        """The stages with nonzero weights in the interpolant."""
+        return [i for i, row in enumerate(self.tableau.dense) if row.any()]
+
     @property
     def dtype(self) -> np.dtype:
         """The real dtype of the states."""
@@ -89,7 +138,7 @@ class KernelSpec(NamedTuple):
     @property
     def rolled(self) -> bool:
         """Whether states are arrays in CPU kernels."""
-        return self.d > MOST_UNROLLED[self.tableau.implicit] and not self.in_pairs
+        return self.d > MOST_UNROLLED[self.tableau.implicit] and not self.in_pairs and not self.on_gpu
 
     @property
     def sided(self) -> list[int]:
@@ -120,12 +169,12 @@ class KernelSpec(NamedTuple):
     @property
     def shares_array(self) -> bool:
         """Whether CPU kernels pass the shared parameters as an array."""
-        return len(self.loaded("s")) > MOST_SCALARS
+        return len(self.loaded("s")) > MOST_SCALARS and not self.on_gpu
 
     @property
     def accumulates(self) -> bool:
         """Whether the derivatives in CPU kernels add the cotangents of parameters to arrays."""
-        return self.wanted_varying + self.wanted_shared > MOST_SCALARS
+        return self.wanted_varying + self.wanted_shared > MOST_SCALARS and not self.on_gpu
 
 
 def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
@@ -159,140 +208,3 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
     options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
-
-
-class Fields:
-    """The layout of a kernel's buffers. A field is a variable with one number, or one array, per lane."""
-
-    def __init__(self, spec: KernelSpec):
-        self._lanes, self._double_times = spec.lanes, spec.single
-        # All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap.
-        self._offsets: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        self.counts = {"b": 0, "exact": 0}  # doubles such as times are in `exact` if states are float32
-
-    def add(self, lines: list[str]) -> None:
-        """Add fields, written as ``name``, or ``name[2, 3]`` for an array; lines that begin with `exact` add doubles."""
-        for line in lines:
-            if line.startswith("#"):
-                continue
-            buffer = "exact" if line.startswith("exact ") and self._double_times else "b"
-            for name, shape in re.findall(r"(\w+)(?:\[(.+?)\])?", line.removeprefix("exact ")):
-                lengths = tuple(map(int, shape.split(", "))) if shape else ()
-                self._offsets[name] = buffer, self.counts[buffer], lengths
-                self.counts[buffer] += math.prod(lengths)
-
-    def reserve(self, name: str, size: int) -> int:
-        """Reserve `size` numbers that the lanes use one after the other, and return their offset."""
-        self.add([f"{name}[{-(-size // self._lanes)}]"])
-        return self._offsets[name][1] * self._lanes
-
-    def buffers(self, dtype: np.dtype) -> tuple[Array, Array]:
-        """Return the buffers `b`, of the given dtype, and `exact`, of doubles."""
-        b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
-        return aligned(b, dtype), aligned(exact, np.dtype(float))
-
-    def resolved(self, lines: list[str]) -> str:
-        """Return a text in which ``$name[0]`` is replaced by the field's element for lane l; an index may be a variable.
-
-        ``$$name`` is the part of the buffer that begins with the field.
-        """
-        lines = [re.sub(r"\$\$(\w+)", self._view, line) if "$$" in line else line for line in lines]
-        return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._element, "\n".join(lines) + "\n")
-
-    def _view(self, field: re.Match[str]) -> str:
-        buffer, offset, _ = self._offsets[field[1]]
-        return f"{buffer}[{offset * self._lanes} : {buffer}.size]"
-
-    def _element(self, field: re.Match[str]) -> str:
-        buffer, offset, shape = self._offsets[field[1]]
-        variables = ""
-        for axis, i in enumerate((field[2] or "").split(", ") if shape else []):
-            stride = math.prod(shape[axis + 1 :])
-            if i.isdigit():
-                offset += int(i) * stride
-            else:
-                variables += f" + {i}{f' * {stride}' if stride > 1 else ''}"
-        if variables:
-            return f"{buffer}[({offset}{variables}) * {self._lanes} + l]"
-        return f"{buffer}[{offset * self._lanes} + l]" if offset else f"{buffer}[l]"
-
-
-class Registers(Fields):
-    """The fields as variables of a GPU thread, which processes one trajectory: ``$name[0, 1]`` is the variable name_0_1."""
-
-    # Fields that are whole numbers; as doubles they would take more registers.
-    _WHOLE = ("live", "accepted", "rejected", "tries", "number")
-
-    @property
-    def declarations(self) -> list[str]:
-        """The lines of the kernel language that declare the variables."""
-        lines = []
-        for name, (buffer, _, shape) in self._offsets.items():
-            kind = "int" if name in self._WHOLE else "real" if buffer == "b" else "double"
-            lines += [f"{'_'.join([name, *map(str, index)])} = {kind}(0)" for index in np.ndindex(*shape)]
-        return lines
-
-    def translated(self, lines: list[str]) -> list[str]:
-        """Return lines of the kernel language in C."""
-        lines = self.resolved(lines).replace("[l]", "").splitlines()
-        # A field with the name of a local variable is this variable.
-        return c_lines([line for line in lines if not re.fullmatch(r"\s*(\w+) = \1", line)])
-
-    def _element(self, field: re.Match[str]) -> str:
-        return "_".join([field[1], *re.findall(r"\w+", field[2] or "")])
-
-
-# A template is the text of a kernel, in a subset of Python or in C, with these placeholders:
-#
-# - ``@name``, alone on a line: the lines of this name.
-# - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}``: a sum or a difference of numbers.
-# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`. If it is a text,
-#   such as ``range(7)``, print them once, as the body of a loop.
-# - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, if `name` is (not) true.
-# - ``$name``, ``$name[0, 1]``: a field of a lane, replaced last, by `Fields.resolved`.
-_NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
-
-
-def filled(template: str, names: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a template, given the values of its placeholders."""
-    return _filled(textwrap.dedent(template).strip("\n").splitlines(), names)
-
-
-def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
-    result, n = [], 0
-    while n < len(lines):
-        line, depth = lines[n], _depth(lines[n])
-        word, _, rest = line.strip().partition(" ")
-        n += 1
-        if word in ("each", "when"):
-            name, _, inline = rest.partition(":")
-            body = [" " * depth + inline.strip()] if inline else []
-            while line.endswith(":") and n < len(lines) and _depth(lines[n]) > depth:
-                body.append(lines[n] if inline else lines[n][4:])
-                n += 1
-            if word == "each" and isinstance(names[name], str):
-                result.append(f"{' ' * depth}for {name} in {names[name]}:")
-                result += ["    " + one for one in _filled(body, {**names, name: name})]
-            elif word == "each":
-                result += [one for value in names[name] for one in _filled(body, {**names, name: value})]
-            elif bool(names[name.removeprefix("not ")]) != name.startswith("not "):
-                result += _filled(body, names)
-        elif word.startswith("@"):
-            result += [" " * depth + one for one in names[word[1:]]]
-        else:
-            result.append(_NAME.sub(lambda match: _value(match, names), line) if "{" in line else line)
-    return result
-
-
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _value(match: re.Match[str], names: Mapping[str, Any]) -> str:
-    value, sign, other = names[match[1]], match[2], match[3]
-    if sign:
-        other = int(other) if other.isdigit() else names[other]
-        if isinstance(value, str) or isinstance(other, str):  # the variable of a loop
-            return f"{value} {sign} {other}"
-        value = value + other if sign == "+" else value - other
-    return str(value)

@@ -2,41 +2,106 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ast
+import hashlib
+from dataclasses import fields, is_dataclass
+from functools import cache, cached_property, lru_cache, partial
+from pathlib import Path
 
+import numpy as np
+
+from mpiad.compiling.cache import Source
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.rerolling import Stored
-from mpiad.compiling.source import function_source, number
-from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
-from mpiad.ensemble.compiled.forward_kernel import forward_source
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
-from mpiad.ensemble.compiled.reverse_kernel import reverse_source
+from mpiad.compiling.source import are_simple, function_source, number
+from mpiad.ensemble import controller, events, jumps, outcome, sparse_lu
+from mpiad.ensemble.compiled import (
+    event_kernel,
+    forward_kernel,
+    kernel_fields,
+    kernel_spec,
+    reverse_kernel,
+    rosenbrock_kernel,
+    step_kernel,
+)
+from mpiad.ensemble.compiled.cuda.cuda_kernels import cuda_forward_text, cuda_reverse_text, prelude
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_program
 
 _MOST_TEXTS = 32
 
 
-# A training loop requests the same texts in each step. `traced` has no numbers, since numbers change between solves.
+class KernelCode:
+    """The code of a CPU kernel: the texts of the functions of the problem, and the folded function of the kernel."""
+
+    def __init__(self, name: str, functions: str, spec: KernelSpec, is_wide: bool):
+        is_forward = name == "forward"
+        fold = forward_kernel.folded_forward if is_forward else reverse_kernel.folded_reverse
+        self.functions, self._fold = functions, partial(fold, spec, is_wide)
+        # Everything that determines the kernel. It is folded only to be compiled, or to be read.
+        key = f"{functions}\n# {name} of {_sources()}, {is_wide}: {described(spec)}"
+        arrays = forward_kernel.ForwardArrays if is_forward else reverse_kernel.ReverseArrays
+        signature = kernel_fields.signature_of(arrays, spec.dtype)
+        self.source = Source(key, name, signature, lambda: self.definitions)
+
+    @cached_property
+    def definitions(self) -> list[ast.FunctionDef]:
+        """The functions that aren't functions of the problem."""
+        return self._fold()
+
+    @property
+    def length(self) -> int:
+        """The number of statements."""
+        statements = sum(isinstance(x, ast.stmt) for one in self.definitions for x in ast.walk(one))
+        return self.functions.count("\n") + statements
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.functions, *(ast.unparse(ast.fix_missing_locations(x)) for x in self.definitions)])
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+@cache
+def _sources() -> str:
+    """Return a checksum of the files that contain kernels, and the constants that kernels use."""
+    modules = [forward_kernel, reverse_kernel, step_kernel, rosenbrock_kernel, event_kernel, kernel_fields, kernel_spec]
+    modules += [controller, events, jumps, outcome, sparse_lu]
+    texts = [Path(str(module.__file__)).read_bytes() for module in modules]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def described(value: object) -> str:
+    """Return a text of all values in a spec; numbers have all digits."""
+    if isinstance(value, np.ndarray):
+        return repr(value.tolist())
+    if is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(described(getattr(value, x.name)) for x in fields(value))})"
+    return f"({', '.join(map(described, value))})" if isinstance(value, tuple) else repr(value)
+
+
+# A training loop requests the same code in each step. `traced` has no numbers, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
-def kernel_text(
-    kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...], language: str = "python"
-) -> str:
-    """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`."""
-    # NVRTC and nvcc need no headers to compile the text in "c". Compiled as C++ for a CPU, it loops over the trajectories.
-    on_gpu, forward = language == "c", kernel == "forward"
+def kernel_code(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> KernelCode:
+    """Return the CPU kernel "forward", or "reverse" for cotangents of the parameters `wanted`."""
+    forward = kernel == "forward"
     programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
-    if on_gpu:
-        text = cuda_forward_text(spec) if forward else cuda_reverse_text(spec)
-    else:
-        # Gradients of conditions aren't computed in loops over lanes.
-        in_loops = [program for name, program in programs.items() if not name.startswith("slopes")]
-        text = (forward_source if forward else reverse_source)(spec, in_loops)
-    functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]
-    if on_gpu:
-        functions.insert(0, "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"})))
-    return "\n\n".join([*functions, text]) + "\n" * on_gpu
+    # Gradients of conditions aren't computed in loops over lanes.
+    in_loops = [program for name, program in programs.items() if not name.startswith("slopes")]
+    functions = [_function(one, name, spec, traced.names, "python") for name, one in programs.items()]
+    return KernelCode(kernel, "\n\n".join(functions), spec, are_simple(in_loops))
+
+
+@lru_cache(_MOST_TEXTS)
+def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
+    """Return the text of a kernel for GPUs."""
+    # NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, it loops over the trajectories.
+    spec, forward = spec._replace(lanes=0), kernel == "forward"
+    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
+    functions = [_function(one, name, spec, traced.names, "c") for name, one in programs.items()]
+    return "\n\n".join([prelude(spec), *functions, (cuda_forward_text if forward else cuda_reverse_text)(spec)]) + "\n"
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:

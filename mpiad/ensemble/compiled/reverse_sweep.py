@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, cotangents_at_ends, pull_run, to_start
 from mpiad.ensemble.compiled.kernel_solver import MOST_ENTRIES, Solver, Tape
-from mpiad.ensemble.compiled.reverse_kernel import fields_of
+from mpiad.ensemble.compiled.reverse_kernel import layout_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.jumps import FOUND, Jumps
@@ -92,14 +92,18 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     ends = outcome.last, outcome.naccept, argument(run.outcome.t_reached), run.live, end_bar
     bars = argument(saved, real), save_step, u0_bar, p_bar
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
+    if jumps is None:
+        none = np.empty(0, np.int64)
+        jump_arguments = (none, none, none, np.empty(0), np.empty((0, 0), real), np.empty(0))
+    else:
+        jump_arguments = jumps.arguments
 
     def pull_tape(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(spec.wanted_shared)
         zeros = (np.zeros(spec.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *zeros, state
-        more = () if jumps is None else (np.empty(3 * spec.lanes, np.int64), *jumps.arguments)
-        more = (*more, np.empty(spec.lanes, np.int64), first_event, events) if spec.events else more
+        lane = *layout_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *zeros, state
+        more = np.empty(3 * spec.lanes, np.int64), *jump_arguments, np.empty(spec.lanes, np.int64), first_event, events
         call = Paced(function, state)
         while True:
             call(*lane, *inputs, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)

@@ -160,17 +160,18 @@ def problem_of(batch: Batch, events: Sequence[Event], most: int, must: bool, war
     return _changing(batch.f, TracedProblem(program, tuple(conditions), packing, names_of(packing), tuple(affects)))
 
 
-def _changing(f: Function, found: TracedProblem) -> TracedProblem:
+def _changing(f: Function, problem: TracedProblem) -> TracedProblem:
     """Return a problem whose parameters include the numbers that have changed since earlier solves, to reuse its kernel."""
-    programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
-    structure = (found.packing, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
+    programs = [g for g in (problem.program, *problem.conditions, *problem.affects) if g is not None]
+    functions = (problem.program, *problem.conditions, *problem.affects)
+    structure = (problem.packing, tuple(g and g.structure for g in functions))
     numbers = [number for g in programs for number in g.numbers.values()]
     known = _first_numbers.setdefault(identity_of(f), {})
-    first, before, result = known.pop(structure, (numbers, [], found))
+    first, before, result = known.pop(structure, (numbers, [], problem))
     # Tables are always parameters.
     changed = [i for i, x in enumerate(numbers) if isinstance(x, bytes) or i in before or exact(x) != exact(first[i])]
     if changed != before:
-        result = _with_parameters(found, changed, numbers)
+        result = _with_parameters(problem, changed, numbers)
     known[structure] = first, changed, result
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
@@ -178,9 +179,9 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     return replace(result, numbers=tuple(np.concatenate(given).tolist()), origin=result) if changed else result
 
 
-def _with_parameters(found: TracedProblem, changed: Sequence[int], numbers: Sequence[float | bytes]) -> TracedProblem:
+def _with_parameters(problem: TracedProblem, changed: Sequence[int], numbers: Sequence[float | bytes]) -> TracedProblem:
     """Return a problem with some of its numbers replaced by additional shared parameters."""
-    size, shared, place = found.packing.size, len(found.packing.shared), count()
+    size, shared, place = problem.packing.size, len(problem.packing.shared), count()
     inputs, total = {}, size
     for i in changed:
         length = len(numbers[i]) // 8 if isinstance(numbers[i], bytes) else 0  # type: ignore[arg-type]
@@ -194,10 +195,10 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int], numbers: Sequ
         replaced = {i: given for i, given in numbered.items() if given is not None}
         return program.with_inputs(replaced, {"parameter": total})
 
-    programs = [lifted(g) for g in (found.program, *found.conditions, *found.affects)]
-    stop = 1 + len(found.conditions)
-    names = (*found.names, *(f"s{shared + k}" for k in range(total - size)))
-    return TracedProblem(programs[0], tuple(programs[1:stop]), found.packing, names, tuple(programs[stop:]))  # type: ignore[arg-type]
+    programs = [lifted(g) for g in (problem.program, *problem.conditions, *problem.affects)]
+    stop = 1 + len(problem.conditions)
+    names = (*problem.names, *(f"s{shared + k}" for k in range(total - size)))
+    return TracedProblem(programs[0], tuple(programs[1:stop]), problem.packing, names, tuple(programs[stop:]))  # type: ignore[arg-type]
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:

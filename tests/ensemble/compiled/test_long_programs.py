@@ -10,7 +10,7 @@ from mpiad import value_and_grad
 from mpiad.compiling import cache, rerolling
 from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Tsit5, remake, solve
 from mpiad.ensemble.compiled import kernel_spec, traced_problem
-from mpiad.ensemble.compiled.kernel_texts import kernel_text
+from mpiad.ensemble.compiled.kernel_texts import kernel_code
 
 pytestmark = pytest.mark.serial
 
@@ -103,9 +103,9 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
 
     for short in (rerolling.SHORT, 10**9):
         monkeypatch.setattr(rerolling, "SHORT", short)
-        kernel_text.cache_clear()
+        kernel_code.cache_clear()
         found.append(value_and_grad(loss)(weights(width)))
-    kernel_text.cache_clear()
+    kernel_code.cache_clear()
     np.testing.assert_array_equal(found[0][0], found[1][0])
     for loops, scalars in zip(*(bars for _, bars in found)):
         np.testing.assert_array_equal(loops, scalars)
@@ -137,9 +137,9 @@ def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype)
         found = []
         for most in (100, 2):
             monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (most, most))
-            kernel_text.cache_clear()
+            kernel_code.cache_clear()
             value, bars = value_and_grad(loss, argnum=(0, 1))(base.p, dtype(1.0), options)
             found.append([value, *bars])
         for loops, scalars in zip(*found, strict=True):
             np.testing.assert_array_equal(loops, scalars)
-    kernel_text.cache_clear()
+    kernel_code.cache_clear()

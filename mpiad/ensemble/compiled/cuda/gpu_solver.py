@@ -24,7 +24,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_kernels import ROWS
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
-from mpiad.ensemble.compiled.kernel_texts import kernel_text
+from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import (
@@ -176,7 +176,7 @@ class Solver:
     # ---- kernels
 
     def _loaded(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> DeviceKernel:
-        self._kernels[name] = kernel_text(name, self.traced, spec, wanted, "c")
+        self._kernels[name] = cuda_text(name, self.traced, spec, wanted)
         return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
 
     def _launch(self, kernel: DeviceKernel, first: int, count: int, *arguments: Any) -> None:

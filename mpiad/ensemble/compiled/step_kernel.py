@@ -1,0 +1,365 @@
+"""One step of a method in kernels for CPUs and GPUs: stages, error, step sizes, and states inside the step.
+
+The functions of this file and of the other files named `*_kernel` are compiled: `mpiad.compiling.folding` evaluates the
+parts that depend on the spec only, and unrolls loops over components, stages and events. They also run as plain Python,
+with NumPy arrays as buffers; tests compare the results. A `Vector` of components is a set of variables, or an array on
+the stack if the spec is `rolled`. Times and sizes are double; `size` is the signed step size in the precision of states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.folding import inlined, static
+from mpiad.compiling.kernel_language import double, fma, single, total, vector, where
+from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec
+from mpiad.ensemble.controller import LEAST_ERROR
+
+# Components of a state, or other numbers with an index.
+Vector: TypeAlias = Array
+
+
+class Kernel(NamedTuple):
+    """What all functions of one kernel refer to."""
+
+    spec: KernelSpec
+    # ``call(name, outputs, *inputs)`` calls f or another function of the problem, which writes to the outputs.
+    call: Callable[..., None]
+    arrays: Array  # the arguments of the kernel
+    power: Array = None  # ``power(spec, x, exponent)`` for step sizes
+    lu: tuple[Array, int] = (None, 0)  # for looped factorizations: their array, and the place in it
+    shared: Sequence[Array] = ()  # the shared parameters that are passed to f as numbers
+    # Whether all trajectories have the same tspan, and the same initial state; whether each has its own saved times; and
+    # whether all have the same given times of events.
+    one_span: Array = False
+    one_start: Array = False
+    by_row: Array = False
+    one_column: Array = False
+    n_saved: Array = 0
+    rtol: Array = 0.0
+    atol: Vector = ()
+
+
+class Step(NamedTuple):
+    """The quantities of one step."""
+
+    t: float
+    tn: float
+    h: float
+    size: float  # h in the precision of states
+    u: Vector  # the state before the step
+    new: Vector  # the state after the step
+    k: Sequence[Vector]  # the stages; the last one is the first stage of the next step
+    y: Sequence[Vector]  # their arguments
+    parameters: Sequence[float]
+    slopes: Sequence[Vector] = ()  # for derivatives with respect to h: the sums of the arguments, dy/dh
+    jacobian: Vector = ()  # of f at the state before the step, for Rosenbrock methods
+
+
+# ---- numbers
+
+
+def rounded(spec: KernelSpec, x: float) -> float:
+    """Return a double in the precision of states."""
+    return single(x) if spec.single else x
+
+
+def doubled(spec: KernelSpec, x: float) -> float:
+    """Return a number in double precision."""
+    return double(x) if spec.single else x
+
+
+def state(spec: KernelSpec) -> Vector:
+    """Return the variables of a state."""
+    return vector(spec.d, spec.rolled, spec.dtype.name)
+
+
+@inlined
+def summed(spec: KernelSpec, term: Callable[[int], float]) -> float:
+    """Return the sum of the terms of all components."""
+    if not spec.rolled:
+        return total(term(c) for c in static(range(spec.d)))
+    sum_of_terms = term(0)
+    for c in range(1, spec.d):
+        sum_of_terms = sum_of_terms + term(c)
+    return sum_of_terms
+
+
+def weighted(spec: KernelSpec, weights: Sequence[float], k: Sequence[Vector], c: int, fused: bool = False) -> float:
+    """Return the weighted sum of component c of the stages."""
+    (weight, first), *others = ((spec.real(w), k[j][c]) for j, w in enumerate(weights) if w)
+    value = weight * first
+    for weight, stage in others:
+        value = fma(weight, stage, value) if fused else value + weight * stage
+    return value
+
+
+def moved(sum_of_stages: float, size: float, u: float, fused: bool) -> float:
+    """Return u + h Σ w k."""
+    return fma(sum_of_stages, size, u) if fused else sum_of_stages * size + u
+
+
+def stage_time(spec: KernelSpec, i: int, step: Step) -> float:
+    """Return the time of stage i."""
+    c = spec.tableau.c[i]
+    return rounded(spec, step.t if c == 0 else step.tn if c == 1 else c * step.h + step.t)
+
+
+@inlined
+def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane) -> Sequence[float]:
+    """Return the arguments of f for parameters; entries of tables are read from arrays, at the lane's column."""
+    spec, p = kernel.spec, vector(kernel.spec.varying)
+    for j in static(spec.loaded("p")):
+        p[j] = lane.p[j]
+    own = [p[j] for j in spec.loaded("p")]
+    if spec.tables:
+        return [*own, *kernel.shared, kernel.arrays.p, kernel.arrays.s, *lane.column]
+    return [*own, *kernel.shared, *([kernel.arrays.s] if spec.shares_array else [])]
+
+
+@inlined
+def copy(spec: KernelSpec, target: Vector, source: Vector) -> None:
+    """Copy the components of a state."""
+    for c in spec.components:
+        target[c] = source[c]
+
+
+# ---- stages
+
+
+@inlined
+def argument(
+    spec: KernelSpec,
+    out: Vector,
+    i: int,
+    k: Sequence[Vector],
+    u: Vector,
+    size: float,
+    slope: Vector = None,
+    fused: bool = False,
+) -> None:
+    """Compute the argument of stage i, u + h Σ a_ij k_j, and also the sum if `slope` is given."""
+    for c in spec.components:
+        if slope is None:
+            out[c] = moved(weighted(spec, spec.tableau.a[i - 1], k, c, fused), size, u[c], fused)
+        else:
+            slope[c] = weighted(spec, spec.tableau.a[i - 1], k, c, fused)
+            out[c] = moved(slope[c], size, u[c], fused)
+
+
+def argument_vectors(spec: KernelSpec, u: Vector, new: Vector, separate: bool) -> list[Vector]:
+    """Return the arguments of the stages; unless `separate`, later arguments overwrite earlier ones."""
+    y = state(spec)
+    return [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+
+
+@inlined
+def explicit_stages(kernel: Kernel, step: Step) -> None:
+    """Compute all stages but the first, and the new state."""
+    spec = kernel.spec
+    for i in static(range(1, spec.stages + 1)):
+        argument(spec, step.y[i], i, step.k, step.u, step.size)
+        kernel.call("f", (step.k[i],), step.y[i], step.parameters, stage_time(spec, i, step))
+
+
+@inlined
+def tangents(
+    kernel: Kernel, step: Step, j: int, du: Vector, dnew: Vector, dk: Sequence[Vector], first: int, last: int
+) -> None:
+    """Compute the tangents `dk` of stages `first` to `last` in direction j, and that of the new state."""
+    spec, w, fused = kernel.spec, state(kernel.spec), not kernel.spec.on_gpu
+    for i in static(range(first, spec.stages + 1)):
+        along = static(du if i == 0 else dnew if i == spec.stages else w)
+        if i:
+            argument(spec, along, i, dk, du, step.size, None, fused)
+        if i <= last:
+            kernel.call(f"df{j}", (dk[i],), step.y[i], step.parameters, stage_time(spec, i, step), along)
+
+
+# ---- errors and step sizes
+
+
+def tolerance(kernel: Kernel, x: float, n: int) -> float:
+    """Return the tolerance of entry n of a state, given its modulus x."""
+    spec = kernel.spec
+    relative = kernel.atol[n + len(spec.numbers)] if spec.relative else kernel.rtol
+    return relative * x + kernel.atol[n if spec.tolerances else 0]
+
+
+@inlined
+def squared_error(kernel: Kernel, step: Step) -> float:
+    """Return the mean square of error over tolerance; for fixed steps 0, NaN if the new state isn't finite."""
+    spec, u, new = kernel.spec, step.u, step.new
+    if not spec.adaptive:
+        # x - x is zero if x is finite, otherwise NaN.
+        return doubled(spec, summed(spec, lambda c: new[c] - new[c]))
+    error = state(spec)
+    if spec.in_pairs:
+        for n, parts in static(enumerate(spec.numbers)):
+            permitted = tolerance(kernel, larger_modulus(spec, u, new, parts), n)
+            for c in static(parts):
+                error[c] = ratio(spec, weighted(spec, spec.error, step.k, c) * step.size, permitted)
+    else:
+        for c in spec.components:
+            before = abs(u[c])
+            after = abs(new[c])
+            permitted = tolerance(kernel, where(after > before, after, before), c)
+            error[c] = ratio(spec, weighted(spec, spec.error, step.k, c) * step.size, permitted)
+    square = doubled(spec, summed(spec, lambda c: error[c] * error[c]))
+    return square * (1 / len(spec.numbers)) if spec.on_gpu else square / float(len(spec.numbers))
+
+
+def ratio(spec: KernelSpec, x: float, y: float) -> float:
+    """Return x / y; for GPUs the product with the reciprocal, which takes fewer instructions and registers."""
+    return x * (spec.real(1.0) / y) if spec.on_gpu else x / y
+
+
+@inlined
+def larger_modulus(spec: KernelSpec, u: Vector, new: Vector, parts: Sequence[int]) -> float:
+    """Return the larger of the moduli of a complex number before and after the step."""
+    # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
+    largest = spec.real(float(np.finfo(spec.dtype).tiny))
+    for x in static([*(u[c] for c in parts), *(new[c] for c in parts)]):
+        largest = where(abs(x) > largest, abs(x), largest)
+    scale, before, after = spec.real(1.0) / largest, vector(spec.d), vector(spec.d)
+    for c in static(parts):
+        before[c] = u[c] * scale
+        after[c] = new[c] * scale
+    low = total(before[c] * before[c] for c in parts)
+    high = total(after[c] * after[c] for c in parts)
+    return math.sqrt(where(high > low, high, low)) * largest
+
+
+@inlined
+def step_factor(kernel: Kernel, lane: ForwardLane, q2: float, accepted: float) -> float:
+    """Return the ratio of the next step size to this one, as `PIController.factor`."""
+    spec, controller, order = kernel.spec, kernel.spec.controller, kernel.spec.tableau.error_order
+    plain = -0.5 / order
+    if controller.remembers:
+        exponent = where(q2 < 1.0, -0.5 * (1 - 0.75 * controller.beta) / order, plain)
+        factor = controller.safety * kernel.power(spec, q2, exponent)
+        factor = where(q2 < 1.0, factor * kernel.power(spec, lane.q2_before, 0.5 * controller.beta / order), factor)
+        bounded = where(q2 > LEAST_ERROR, q2, LEAST_ERROR)
+        lane.q2_before = where(accepted > 0.0, bounded, lane.q2_before)
+    else:
+        factor = controller.safety * kernel.power(spec, q2, plain)
+    factor = where(factor > controller.least, factor, controller.least)
+    most = where(lane.rejected > 0.0, 1.0, controller.most)
+    return where(factor < most, factor, most)
+
+
+@inlined
+def first_size(
+    kernel: Kernel, u: Vector, k0: Vector, parameters: Sequence[float], t: float, span: float, sign: float
+) -> float:
+    """Return the size of the first step in a tspan of length `span`, as `initialization.started`."""
+    spec, h = kernel.spec, kernel.arrays.dt
+    if not h > 0.0:
+        scale, y, k1 = state(spec), state(spec), state(spec)
+        if spec.in_pairs:
+            for n, parts in static(enumerate(spec.numbers)):
+                for c in static(parts):
+                    scale[c] = tolerance(kernel, math.hypot(*(u[part] for part in parts)), n)
+        else:
+            for c in spec.components:
+                scale[c] = tolerance(kernel, abs(u[c]), c)
+        d0 = norm(spec, scale, lambda c: u[c])
+        d1 = norm(spec, scale, lambda c: k0[c])
+        # An Euler step of this size changes u by about one percent.
+        h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1
+        h0 = span if h0 > span else h0
+        h = sign * h0
+        size = rounded(spec, h)
+        for c in spec.components:
+            y[c] = size * k0[c] + u[c]
+        kernel.call("f", (k1,), y, parameters, rounded(spec, t + h))
+        d2 = norm(spec, scale, lambda c: k1[c] - k0[c]) / h0
+        steepest = d1 if d1 > d2 else d2
+        # The formula after `else` divides by `steepest`.
+        if d1 <= 1e-15 and d2 <= 1e-15:
+            h = max(1e-6, h0 * 1e-3)
+        else:
+            h = (0.01 / steepest) ** (1 / spec.tableau.error_order)
+        h = min(min(100.0 * h0, h), span)
+        if not np.isfinite(h):
+            h = span
+    return h
+
+
+@inlined
+def norm(spec: KernelSpec, scale: Vector, numerator: Callable[[int], float]) -> float:
+    """Return the root mean square of a state over its scale."""
+    error = state(spec)
+    for c in spec.components:
+        error[c] = numerator(c) / scale[c]
+    if spec.in_pairs:  # the squares of both parts are added first
+        square = total(total(error[c] * error[c] for c in parts) for parts in spec.numbers)
+    else:
+        square = summed(spec, lambda c: error[c] * error[c])
+    return np.sqrt(doubled(spec, square) / float(len(spec.numbers)))
+
+
+# Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,
+# log2 m = r q(r²) with r = (m - 1) / (m + 1) and the power series q, LOG2. EXP2 is the series of 2^f for |f| <= 1/2.
+LOG2 = [2 / math.log(2) / (2 * k + 1) for k in range(11)]
+EXP2 = [math.log(2) ** k / math.factorial(k) for k in range(14)]
+ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
+
+
+def series(x: float, terms: Sequence[float]) -> float:
+    """Return the polynomial in x with these coefficients."""
+    value = terms[-1]
+    for term in terms[-2::-1]:
+        value = fma(value, x, term)
+    return value
+
+
+# ---- states inside steps
+
+
+def polynomial(x: float, weights: Sequence[float]) -> float:
+    """Return the polynomial in x with these coefficients."""
+    value = float(weights[-1])
+    for weight in list(weights)[-2::-1]:
+        value = value * x + float(weight)
+    return value
+
+
+@inlined
+def dense_weights(spec: KernelSpec, x: float) -> Vector:
+    """Return the weights of stages in the interpolant at the fraction x of a step."""
+    w = vector(spec.stages + 1)
+    for i in static(spec.interpolating):
+        w[i] = rounded(spec, polynomial(x, spec.tableau.dense[i]) * x)
+    return w
+
+
+@inlined
+def dense_rates(spec: KernelSpec, x: float) -> Vector:
+    """Return the derivatives of the weights with respect to x."""
+    r = vector(spec.stages + 1)
+    for i in static(spec.interpolating):
+        r[i] = polynomial(x, [(j + 1) * w for j, w in enumerate(spec.tableau.dense[i])])
+    return r
+
+
+def inside(spec: KernelSpec, w: Vector, k: Sequence[float], u: float, size: float, fused: bool = False) -> float:
+    """Return a component of the state at the fraction of the step with the weights w; `k`: of the interpolating stages."""
+    return moved(total(w[i] * stage for i, stage in zip(spec.interpolating, k)), size, u, fused)
+
+
+# ---- events
+
+
+@inlined
+def condition(kernel: Kernel, e: int, u: Vector, parameters: Sequence[float], t: float) -> float:
+    """Return the condition of event e; t is a double."""
+    value = vector(1)
+    kernel.call(f"condition{e}", (value,), u, parameters, rounded(kernel.spec, t))
+    return value[0]

@@ -1,0 +1,157 @@
+"""Kernels are Python functions: run as such, they make the steps of the machine code, which are those made by hand."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.compiling import kernel_language
+from mpiad.compiling.translation import has_fma_instruction
+from mpiad.ensemble import BS3, RK4, EnsembleProblem, Event, ODEProblem, PIController, Rodas5P, Rosenbrock23, Tsit5, solve
+from mpiad.ensemble.compiled import event_kernel, forward_kernel, kernel_solver, kernel_texts, reverse_kernel, step_kernel
+
+pytestmark = pytest.mark.serial
+
+
+def rounded_once(x, y, z):
+    """Return x y + z as an instruction computes it."""
+    if not (has_fma_instruction() and np.isfinite([x, y, z]).all()):
+        return x * y + z
+    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+    return np.float64(float(exact)) if exact else x * y + z
+
+
+def called_by(functions):
+    """Return the function `Kernel.call` for the texts of functions, which are Python, too."""
+    names = {"np": np, "math": math, "where": kernel_language.where}
+    exec(functions, names)  # noqa: S102 the language is a part of Python
+
+    def call(name, outputs, *inputs):
+        flat = [x for one in inputs for x in (one if isinstance(one, list | tuple | np.ndarray) else [one])]
+        results = iter(names[name](*flat))
+        for out in outputs:
+            for c in range(len(out)):
+                out[c] = next(results)
+
+    return call
+
+
+@pytest.fixture
+def as_python(monkeypatch):
+    """Return a context in which kernels run as Python."""
+
+    def function(self, name, spec, wanted=()):
+        code = self._kernels[name] = kernel_texts.kernel_code(name, self.traced, spec, wanted)
+        module = forward_kernel if name == "forward" else reverse_kernel
+        kernel, arguments = getattr(module, name), getattr(module, f"{name.capitalize()}Arrays")
+
+        def run(*arrays):
+            with np.errstate(all="ignore"):
+                kernel(spec, called_by(code.functions), module.layout_of(spec), arguments(*arrays), False)
+
+        return run
+
+    def both(make):
+        compiled = make()
+        with monkeypatch.context() as context:
+            for module in (step_kernel, forward_kernel, event_kernel, reverse_kernel):
+                context.setattr(module, "fma", rounded_once)
+            context.setattr(kernel_solver.Solver, "function", function)
+            return compiled, make()
+
+    return both
+
+
+def forced(u, p, t):
+    return [p[0] * u[1] + anp.sin(3 * t), -p[1] * u[0] - p[2] * u[1] * u[2], anp.cos(t) * u[0] - u[2]]
+
+
+N = 3
+P = np.array([1.0, 2.0, 0.3]) * (1 + 0.1 * np.arange(N)[:, None])
+U0 = np.array([1.0, 0.1, -0.2]) + 0.1 * np.arange(N)[:, None]
+HALVED = Event(times=[0.3, 0.7], affect=lambda u, p, t: u * 0.5 + p[0])
+TURNED = Event(lambda u, p, t: u[0] - 0.3, affect=lambda u, p, t: anp.stack([u[0], -u[1], u[2] * 0.9]))
+EVENTS = {
+    "none": (),
+    "seen": Event(lambda u, p, t: u[0] - 0.3),
+    "ending": (Event(lambda u, p, t: u[0] - 0.3, direction=-1), Event(lambda u, p, t: u[1] + 0.2, terminal=True)),
+    "clock": (Event(lambda u, p, t: anp.sin(5 * t) - 0.2, terminal=True), Event(lambda u, p, t: u[1])),
+    "given": HALVED,
+    "acting": (TURNED, HALVED, Event(lambda u, p, t: u[1] - 0.1)),
+}
+ALGORITHMS = (Tsit5(), BS3(controller=PIController()), RK4(), Rosenbrock23(), Rodas5P())
+
+
+def ensemble(u0, p, span=(0.0, 1.0)):
+    return EnsembleProblem(ODEProblem(forced, U0[0], span, P[0]), u0=u0, p=p)
+
+
+@pytest.mark.parametrize("alg", ALGORITHMS, ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_forward_kernel(as_python, alg, name):
+    options = {"dt": 0.04} if isinstance(alg, RK4) else {}
+
+    def make():
+        return solve(ensemble(U0, P), alg, events=EVENTS[name], saveat=[0.0, 0.25, 0.7, 1.0], compile=True, **options)
+
+    compiled, python = as_python(make)
+    for field in ("u", "u_end", "t_reached", "naccept", "nreject"):
+        np.testing.assert_array_equal(getattr(python, field), getattr(compiled, field))
+    assert list(python.retcode) == list(compiled.retcode)
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_reverse_kernel(as_python, alg, name):
+    def objective(u0, p):
+        sol = solve(ensemble(u0, p), alg, events=EVENTS[name], compile=True, gradient="adjoint")
+        return anp.sum(sol.u_end * np.arange(1.0, 4.0)) + anp.sum(sol.t_reached)
+
+    compiled, python = as_python(lambda: mpiad.grad(objective, (0, 1), objective="sum")(U0, P))
+    for x, y in zip(python, compiled):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_tangents(as_python):
+    def objective(p):
+        sol = solve(ensemble(U0, p), Tsit5(), saveat=[0.25, 1.0], compile=True, gradient="tangent")
+        return anp.sum(sol.u**2)
+
+    compiled, python = as_python(lambda: mpiad.grad(objective, objective="sum")(P))
+    np.testing.assert_array_equal(python, compiled)
+
+
+# ---- steps by hand
+
+
+def rates(u, p, t):
+    return np.array([
+        p[0] * u[1] + np.sin(t * 3.0), -p[1] * u[0] - p[2] * u[1] * u[2], np.cos(t) * u[0] - u[2],
+    ])  # fmt: skip
+
+
+def step_by_hand(tableau, u, p, t, tn):
+    """Return the state after a step of an explicit method."""
+    h, k = tn - t, [rates(u, p, t)]
+    for row, c in zip(tableau.a, tableau.c[1:]):
+        weighted = sum(w * stage for w, stage in zip(row, k) if w)
+        y = weighted * h + u
+        k.append(rates(y, p, tn if c == 1 else c * h + t))
+    return y
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), BS3(), RK4()], ids=lambda alg: type(alg).__name__)
+def test_steps_are_those_by_hand(alg):
+    options = {"dt": 0.04} if isinstance(alg, RK4) else {}
+    sol = solve(ensemble(U0, P), alg, save_everystep=True, compile=True, **options)
+    for i in range(N):
+        times, states = sol.t[i][np.isfinite(sol.t[i])], sol.u[i]
+        assert len(times) > 3
+        for n in range(len(times) - 1):
+            after = step_by_hand(alg.tableau, states[n], P[i], times[n], times[n + 1])
+            np.testing.assert_array_equal(states[n + 1], after)
