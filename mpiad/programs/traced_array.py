@@ -327,10 +327,11 @@ class TracedArray:
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def ask_for_value(self, reason: str = CONTROL_FLOW) -> Any:
+    def ask_for_value(self, reason: str = CONTROL_FLOW) -> NoReturn:
         """End the trace in failure."""
         self.recorder.require_open()
-        self.recorder.ask(self, reason)
+        end: Callable[[TracedArray, str], NoReturn] = self.recorder.ask
+        end(self, reason)
 
     def item(self, *args: Any) -> NoReturn:
         """End the trace in failure: an entry is a value."""
