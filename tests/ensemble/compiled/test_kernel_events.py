@@ -238,7 +238,7 @@ def test_from_a_root_ties_and_failures():
         ODEProblem(f, [1.0], (0.0, 1.0)), u0=onp.array([[1.0], [0.5], [0.5], [0.9], [1.0]]),
         p=onp.array([[0.5], [0.2], [1.5], [2.0], [3.0]]),
     )  # fmt: skip
-    events = (Event(lambda u, p, t: u[0] - 1.0, terminal=False), Event(lambda u, p, t: (u[0] - 1.0) * p[0], terminal=False))
+    events = (Event(lambda u, p, t: u[0] - 1.0, terminal=False), Event(lambda u, p, t: 2.0 * (u[0] - 1.0), terminal=False))
     columns, kernels = both(problem, events=events, max_steps=300)
     assert {"Success", "DtLessThanMin"} <= set(columns.retcode) or "MaxIters" in columns.retcode
     assert columns.events and columns.events.keys() == kernels.events.keys()
