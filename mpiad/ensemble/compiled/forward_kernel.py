@@ -363,8 +363,7 @@ def attempt_step(kernel: Kernel, lane: ForwardLane) -> None:
     for j in static(range(len(spec.directions))):
         propagate(kernel, lane, step, j, du[j])
     q2 = squared_error(kernel, step)
-    if spec.adaptive:
-        lane.q2 = q2
+    lane.q2 = q2
     for c in spec.components:
         lane.new[c] = new[c]
         lane.k[spec.stages, c] = k[spec.stages][c]

@@ -264,8 +264,7 @@ def forward(kernel: Kernel, i: int) -> None:
         step = begin_step(kernel, lane, lane.now, lane.u, lane.new, k, y)
         compute_stages(kernel, step)
         q2 = squared_error(kernel, step)
-        if spec.adaptive:
-            lane.q2 = q2
+        lane.q2 = q2
         decide(kernel, lane, step, q2)
         if spec.clocks:
             retake(kernel, lane)
