@@ -212,7 +212,8 @@ class WorkingSet:
             accepted, tried = accepted & ~retaken, accepted | retaken
             step = step._replace(accepted=accepted)
             np.copyto(self.end, roots, where=retaken)
-            np.copyto(self.h, h, where=retaken)
+            if self._tableau.error is not None:  # fixed steps keep their size
+                np.copyto(self.h, h, where=retaken)
         done = t_new == self.end
         done &= accepted
         code = self._ending(tried, done, t_new)

@@ -177,3 +177,16 @@ def test_no_warning_if_an_event_occurs_at_the_jump(solved_by, caplog):
         f = new_f(IN_TIME["jump"][0])
         run = lambda e=events, f=f: mpiad.jvp(lambda p: anp.sum(ends(f, RK45(), e)(p)), P, P)  # noqa: E731
         assert len(warnings_of(caplog, run)) == 1
+
+
+@pytest.mark.parametrize("solved_by", ["columns", "kernels"], indirect=True)
+def test_fixed_steps_keep_their_size(solved_by):
+    # The step from 0.25 that ends at 0.3 is taken again up to the root at 0.28.
+    events = (
+        Event(times=[0.3], affect=lambda u, p, t: [u[0]]),
+        Event(lambda u, p, t: t - 0.28, affect=lambda u, p, t: [u[0]]),
+    )
+    sol = solve(ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0)), RK4(), dt=0.0625, events=events)
+    # 4 steps to 0.25, to 0.28, to 0.3, and 12 from there (11.2 rounded up).
+    assert (sol.naccept, sol.nreject) == (18, 1)
+    np.testing.assert_allclose(sol.u_end, [np.exp(-1.0)], rtol=1e-6)

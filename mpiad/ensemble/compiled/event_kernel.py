@@ -377,7 +377,8 @@ def retake(kernel: Kernel, lane: ForwardLane) -> None:
         lane.clock = first
         lane.goal = first
         lane.end_time = before(spec, rounded_time(spec, first))
-        lane.next = lane.size
+        if spec.adaptive:  # fixed steps keep their size
+            lane.next = lane.size
         lane.accepted = 0.0
         lane.event = 1.0 if lane.tries >= arrays.max_steps else 0.0
 
