@@ -134,6 +134,11 @@ class Batch(NamedTuple):
         u0, start, end, *leaves = map(getval, self._inputs())
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
+    def on_host(self) -> Batch:
+        """Return the batch of plain arrays with copies of device arrays on the host."""
+        u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (self.u0, *self.p.leaves))
+        return self._replace(u0=u0, p=self.p._replace(leaves=leaves))
+
     def share(self, rows: slice | Array) -> Batch:
         """Return some of the trajectories, copies if `rows` isn't a slice."""
         u0, start, end = self.u0[:, rows], self.start[rows], self.end[rows]

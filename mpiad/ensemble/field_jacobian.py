@@ -18,7 +18,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, simplify
-from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.trace import packing_of, program_of
@@ -29,7 +28,6 @@ from mpiad.ensemble.sparse_lu import LEAST_SPARSE
 from mpiad.ensemble.sparsity import PatternCheck, given_pattern, groups_of, pattern_of, refuse_missing
 from mpiad.ensemble.step_operators import rows_of, values_of
 from mpiad.pytrees import flatten
-from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class JacobianProgram(NamedTuple):
@@ -187,9 +185,7 @@ def _structure_of(batch: Batch) -> _Structure | str:
 def _remembered(batch: Batch, name: str, make: Callable[[Batch], _Result]) -> _Result | str:
     """Return ``make(batch on the host)``, or the reason why f can't be traced; the result is cached."""
     if is_on_device(batch):  # a few trajectories as host arrays, for which the values of the program and of f are compared
-        batch = batch.share(slice(0, 3))
-        u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
-        batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
+        batch = batch.share(slice(0, 3)).on_host()
 
     def find(_: bool) -> _Result | str:
         try:

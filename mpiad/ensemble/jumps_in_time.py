@@ -17,13 +17,11 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.compiling.arguments import real_dtype, row_parts
 from mpiad.compiling.program import Program, evaluated, place_of, simplify
-from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, Warn
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.field_jacobian import field_program
-from mpiad.transport.devices.device_arrays import is_device_array
 
 _COMPARISONS = frozenset("less less_equal greater greater_equal".split())
 _TRAJECTORIES, _TIMES = 3, 64  # numbers of examined trajectories, and of times among which changes are searched
@@ -45,7 +43,7 @@ def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, inputs: Batch,
     batch, packing = inputs.plain(), packing_of(inputs.p)
     comparisons = _comparisons(program, frozenset(j for part in packing.parts if part.place in boxed for j in part.scalars))
     for k in range(min(batch.size, _TRAJECTORIES)):
-        one = _on_host(batch.share(np.array([k])))
+        one = batch.share(np.array([k])).on_host()
         rows = packing.numbers(one.p.leaves, 1, real_dtype(one.u0.dtype))
         values = [*(np.ravel(rows[j])[0] for j in range(packing.size)), *(plan.numbers if plan else ())]
         for comparison in comparisons:
@@ -59,11 +57,6 @@ def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, inputs: Batch,
                         "p, t: u), whose affect may leave the state unchanged",
                     )
                     return
-
-
-def _on_host(batch: Batch) -> Batch:
-    u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
-    return batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
 
 @lru_cache(256)

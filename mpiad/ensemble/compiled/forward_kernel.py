@@ -18,19 +18,17 @@ trajectory don't depend on its lane or on other settings of the kernel. Only pow
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from mpiad.compiling.folding import definitions, inlined, static, variable_named
+from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
     attribute,
     bits_of,
-    call_function,
     claimed,
     fma,
     lanes,
@@ -141,12 +139,6 @@ class ForwardArrays(NamedTuple):
 def layout_of(spec: KernelSpec) -> Layout:
     """Return the layout of the kernel's buffers."""
     return Layout(spec, ForwardLane, reserved_of(spec))
-
-
-def folded_forward(spec: KernelSpec, is_wide: bool) -> list[ast.FunctionDef]:
-    """Return the kernel and the functions that it calls, except those of the problem."""
-    arrays = ForwardArrays(*map(variable_named, ForwardArrays._fields))
-    return definitions("forward", ForwardArrays._fields, forward, spec, call_function, layout_of(spec), arrays, is_wide)
 
 
 @inlined

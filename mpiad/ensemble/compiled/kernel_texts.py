@@ -12,6 +12,8 @@ import numpy as np
 
 from mpiad.compiling.cache import Source
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
+from mpiad.compiling.folding import definitions, variable_named
+from mpiad.compiling.kernel_language import call_function
 from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.rerolling import Stored
 from mpiad.compiling.source import are_simple, function_source, number
@@ -38,11 +40,16 @@ class KernelCode:
 
     def __init__(self, name: str, functions: str, spec: KernelSpec, is_wide: bool):
         is_forward = name == "forward"
-        fold = forward_kernel.folded_forward if is_forward else reverse_kernel.folded_reverse
-        self.functions, self._fold = functions, partial(fold, spec, is_wide)
+        module = forward_kernel if is_forward else reverse_kernel
+        arrays = forward_kernel.ForwardArrays if is_forward else reverse_kernel.ReverseArrays
+        function = forward_kernel.forward if is_forward else reverse_kernel.reverse
+        parameters = arrays._fields
+        symbols = arrays(*map(variable_named, parameters))
+        # The arguments of `function`.
+        known = spec, call_function, module.layout_of(spec), symbols, is_wide
+        self.functions, self._fold = functions, partial(definitions, name, parameters, function, *known)
         # Everything that determines the kernel. It is folded only to be compiled, or to be read.
         key = f"{functions}\n# {name} of {_sources()}, {is_wide}: {described(spec)}"
-        arrays = forward_kernel.ForwardArrays if is_forward else reverse_kernel.ReverseArrays
         signature = kernel_fields.signature_of(arrays, spec.dtype)
         self.source = Source(key, name, signature, lambda: self.definitions)
 

@@ -24,18 +24,16 @@ The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from mpiad.compiling.folding import definitions, inlined, static, variable_named
+from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
     attribute,
-    call_function,
     constants,
     fetched,
     fma,
@@ -121,12 +119,6 @@ class ReverseArrays(NamedTuple):
 def layout_of(spec: KernelSpec) -> Layout:
     """Return the layout of the kernel's buffers."""
     return Layout(spec, ReverseLane, reserved_of(spec))
-
-
-def folded_reverse(spec: KernelSpec, is_wide: bool) -> list[ast.FunctionDef]:
-    """Return the kernel and the functions that it calls, except those of the problem."""
-    arrays = ReverseArrays(*map(variable_named, ReverseArrays._fields))
-    return definitions("reverse", ReverseArrays._fields, reverse, spec, call_function, layout_of(spec), arrays, is_wide)
 
 
 def lane_of(layout: Layout, arrays: ReverseArrays, l: int) -> ReverseLane:

@@ -199,18 +199,7 @@ def _kernel_text(
     head = "\n".join([_INPUTS, arguments, elements, *lines])
     for sign in "(),*;=[]{}":
         head = head.replace(sign, " ")
-    reserved = {
-        *head.split(),
-        *vars(ForwardLane),
-        *vars(ReverseLane),
-        "column",
-        "i",
-        "one_span",
-        "real",
-        "f",
-        "g",
-        "jacobian",
-    }
+    reserved = {*head.split(), *vars(ForwardLane), *vars(ReverseLane), *"column i one_span real f g jacobian".split()}
     body = c_statements(folded(thread, kernel, variable_named("i"), reserved=reserved).statements)
     lines = ["const long long i = first + column;", "const bool one_span = !by_span;", *lines, *body]
     return "\n".join([
