@@ -26,7 +26,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape, suspended
 from mpiad.programs.interpretation import Interpretation, message_counts
 from mpiad.programs.operation import CompiledOperation
-from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, Recorded, count, in_program
+from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, Recorded, count, in_program, is_admitted
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments, arguments_of
@@ -78,12 +78,10 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
 
 def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Recorded | None) -> Tree:
     """Call a function as a `CompiledOperation`; interpret it if that is impossible."""
-    if recorded is None or not recorded.program.is_derivable:
+    if recorded is None or not recorded.program.is_derivable or not is_admitted(recorded, arguments):
         return cache.run(arguments)
     # An exception may have left messages in flight on a channel, which has a fault then.
     if any(channel.fault for channel, _ in recorded.program.recorder.channels):
-        return cache.run(arguments)
-    if recorded.admits is not None and not recorded.admits([getval(arguments.leaves[k]) for k in arguments.traced]):
         return cache.run(arguments)
     if not recorded.operations:
         recorded.operations.append(CompiledOperation(recorded.program))

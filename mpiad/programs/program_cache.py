@@ -209,6 +209,11 @@ class Recorded(NamedTuple):
     operations: list[Any]  # the program as a `CompiledOperation`, after its first use
 
 
+def is_admitted(program: Entry | Recorded, arguments: Arguments) -> bool:
+    """Return whether Python computes with the numbers among the arguments of a call as the program does."""
+    return program.admits is None or program.admits([getval(arguments.leaves[k]) for k in arguments.traced])
+
+
 class ProgramCache:
     """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled; `exact`: see `jit`."""
 
@@ -247,11 +252,7 @@ class ProgramCache:
                         return error
             else:
                 return failure
-        # Python may compute in another way with the numbers among the arguments of a call.
-        is_admitted = (
-            entry is None or entry.admits is None or entry.admits([getval(arguments.leaves[k]) for k in arguments.traced])
-        )
-        return entry if is_admitted else None
+        return entry if entry is not None and is_admitted(entry, arguments) else None
 
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
         """Trace and compile a program, and store it; `notes`: those of a run."""
