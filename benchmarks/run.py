@@ -61,6 +61,8 @@ JOBS = (
     Job("aristoff_bangerth.py", 2, 120, "--samples 500 --nuts 0 --informed 0"),
     Job("sampling.py", 1, 450, "--cells 16 64 --samples 300 --long 1000"),
     Job("local_adjoints.py", 1, 80),
+    Job("time_loops.py", 2, 60),
+    Job("strong_scaling.py", 1, 120, "--cells 20 256 --rounds 1"),
     Job("beside_peers.py", 1, 180, "--rounds 2"),
     Job("guard.py", 2, 60),
     # Peers take minutes to compile their programs, again in each round; 10⁵ systems are in ensemble_ranks.py.
