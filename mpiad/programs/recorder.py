@@ -45,6 +45,7 @@ from mpiad.programs.traced_array import (
     Ref,
     Step,
     TracedArray,
+    array_of,
     ask_for_integer,
     cast,
     hides_traced,
@@ -487,7 +488,7 @@ class Recorder:
             args = self.call(fun, args, {}), target.dtype
             fun, references = cast, self.referenced(args)
             np.copyto(target.value, args[0].value, casting="same_kind")
-        else:
+        elif not (_is_arbitrary(target.value) and np.broadcast_shapes(*map(np.shape, plain(tuple(args)))) == target.shape):
             fun(*plain(tuple(args)), out=target.value)
         self._written(target, fun, references)
         return target
@@ -504,7 +505,7 @@ class Recorder:
             target.stale = None
         references = self.referenced(target), self.referenced(key), self.referenced(value)
         self._check_writing(target)
-        if not is_written:
+        if not is_written and not (_is_arbitrary(target.value) and _is_like(new, target.value[place])):
             target.value[place] = new
         self._written(target, with_entries, references, value if is_written else None)
 
@@ -532,6 +533,7 @@ def _is_array(x: Any) -> bool:
 # Untouched memory stands for each large result, and ones for each small result of a communication. Small arrays are
 # computed from these values and from the arguments. So a trace takes no longer for large arrays than for small ones.
 
+_BY_ENTRIES = np.where, np.copy, quotient, cast, array_of  # functions like ufuncs
 _LARGE = 1 << 13  # entries above which computing with an array takes longer than finding the shape of the result
 
 
@@ -539,11 +541,23 @@ def _is_large(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
+def _is_arbitrary(target: Any) -> bool:
+    """Return whether an array, into which a function writes, has arbitrary entries, so that nothing need be written."""
+    return _is_large(target) and target.dtype.kind in "fc"
+
+
+def _is_like(new: Any, entries: Any) -> bool:
+    """Return whether NumPy would accept `new` for some entries of an array without broadcasting or conversion."""
+    return np.shape(new) in ((), entries.shape) and np.result_type(new, entries) == entries.dtype
+
+
 def _computed(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the result of a function, if it is large with arbitrary entries."""
     if fun is np.full:
         return _placeholder(args[0], args[2])
-    by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun in (np.where, quotient)
+    if fun is np.concatenate and any(map(_is_large, args[0])):
+        return _joined(*args, **kwargs)
+    by_entries = fun.signature is None if isinstance(fun, np.ufunc) else fun in _BY_ENTRIES
     if by_entries and not kwargs and any(map(_is_large, args)):
         shape = np.broadcast_shapes(*[np.shape(x) for x in args])
         made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])
@@ -555,6 +569,16 @@ def _computed(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         made = fun(*mapped(args, _identities), **kwargs)
     is_fresh = _is_large(made) and made.base is None and not any(made is x for x in args)
     return _placeholder(made.shape, made.dtype) if is_fresh else made
+
+
+def _joined(parts: Sequence[Array], axis: int | None = 0, **kwargs: Any) -> Array:
+    if axis is None:
+        parts, axis = list(map(np.ravel, parts)), 0
+    # NumPy compares the shapes of the parts without the entries along the axis.
+    rest = np.concatenate([np.moveaxis(x, axis, 0)[:0] for x in parts], **kwargs)
+    length = sum([x.shape[axis] for x in parts])
+    joined = np.broadcast_to(rest.dtype.type(0), (length, *rest.shape[1:]))
+    return _placeholder(np.moveaxis(joined, 0, axis).shape, rest.dtype)
 
 
 def _identities(x: Any) -> Any:

@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.domain import Domain
 from mpiad.programs import function, recorder
+from mpiad.transport import Spec
 from mpiad.transport.core.channels import live_channels
 
 
@@ -68,6 +69,42 @@ def test_writing_into_an_array_of_its_own(traces):
 
     check_jit(fun, np.random.default_rng(2).standard_normal((4, 5)), derivatives=False)
     assert traces
+
+
+def resident_pages():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+
+def test_large_arrays_take_no_memory():
+    """Neither those that operations return, nor those into which the function writes."""
+    n = 4_000_000  # 32 MB
+
+    def fun(x):
+        y = anp.concatenate([x, 2.0 * x, x[:5]])
+        y += 1.0
+        y[2:-3] = anp.concatenate([x, x])
+        y[:n] = 3.0
+        z = anp.concatenate((anp.reshape(y[:n], (1000, -1)), anp.reshape(x, (1000, -1))), 1)
+        return anp.stack([z, z]), anp.concatenate((y, y), None), x.astype(np.float32)
+
+    trace = recorder.Recorder()
+    with trace:
+        x, before = trace.input(recorder.like(Spec((n,), np.dtype(float)))), resident_pages()
+        stacked, flat, single = fun(x)
+        assert resident_pages() - before < 1000
+    assert stacked.shape == (2, 1000, 8000) and flat.shape == (4 * n + 10,) and single.dtype == np.float32
+
+
+def test_parts_that_do_not_fit_raise_the_error_of_numpy(traces):
+    def fun(x):
+        y = np.zeros((4, 5)) * x
+        y[1:3] = x[:3]
+        return y
+
+    for f in (fun, lambda x: anp.concatenate([x, x[:, :2]])):
+        with pytest.raises(ValueError, match=r"broadcast|dimension"):
+            mpiad.jit(f)(np.ones((4, 5)))
 
 
 def test_messages(traces, rank, size):
