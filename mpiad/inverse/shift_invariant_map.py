@@ -1,0 +1,228 @@
+"""`ShiftInvariantMap`: the map from sources to observations of a linear time loop whose steps are all the same.
+
+If neither a step nor the observation depends on time, the effect of a source on an observation depends on the time between
+them only. So the matrix of the map from all sources to all observations is block Toeplitz: its block (i, j) is F_{i-j}, and
+zero for j > i. The rows of F_0, F_1, ... that belong to a sensor are the sensitivities of this sensor's last observation to
+the sources at the last, second last, ... time: one adjoint run of the loop. A product is a convolution in time, and
+so one small matrix product for each frequency [1]_.
+
+References
+----------
+.. [1] S. Henneking, S. Venkat, V. Dobrev, J. Camier, T. Kolev, M. Fernando, A.-A. Gabriel and O. Ghattas, "Real-time
+   Bayesian inference at extreme scale: a digital twin for tsunami early warning applied to the Cascadia subduction zone",
+   SC '25 (2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from numbers import Integral
+
+import numpy as np
+from numpy.fft import irfft, rfft
+
+from mpiad._typing import Array, Comm, Function, LocalArray, ReplicatedArray, Shape, Tree
+from mpiad.differentiation import Linearization, linearize
+from mpiad.extend import custom_operator, defadjoint
+from mpiad.primitives import mpi_allreduce, stop_gradient
+from mpiad.pytrees import is_variable, named_leaves
+from mpiad.transport import channel
+from mpiad.transport.core.agreement import agreed, raising_together, require_same
+
+_CALL = "inverse.ShiftInvariantMap"
+_PANEL_BYTES = 1 << 27  # of the rows of some sensors: their adjoint runs are made together
+_DEVIATION = 1e-8  # of the two random runs from the map, relative to the largest observation
+
+
+class ShiftInvariantMap:
+    """The linear map F from sources in space and time to observations, d = F m + d₀, of a loop of equal steps.
+
+    Parameters
+    ----------
+    step : callable
+        ``step(u, k, m)`` returns the next state, as in `scan`; it may be compiled by `jit`, and communicate. It is linear
+        in (u, m) up to terms that depend on neither, and its linear part is the same for all k.
+    observe : callable
+        ``observe(u)`` returns the values of all sensors, an array of shape (n_sensors,), the same on all ranks, such as
+        `Domain.interpolate` does. It is linear in u up to a constant.
+    u0 : pytree of arrays of floats
+        The state before the first step.
+    source : array
+        A source of one interval, this rank's block, at which the step is linearized; usually zeros. It has the shape of m.
+    n : int
+        The number of intervals. The state is observed after each interval.
+    interval : int
+        The number of steps in an interval, in which m is constant.
+    comm : mpi4py intracommunicator, optional
+
+    Attributes
+    ----------
+    n, interval, n_sensors : int
+    shape : tuple of int
+        The shape of this rank's sources at all times, (n, *source.shape).
+    offset : array, shape (n, n_sensors)
+        The observations d₀ without a source.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if an argument is invalid, if numbers differ between ranks, or if the observations of a loop with
+        random sources aren't F m + d₀, since the step isn't linear, or depends on k.
+
+    Ranks
+    -----
+    All ranks of `comm` create it and call it. The construction makes as many adjoint runs as there are sensors, several
+    at a time, and three forward runs. The map takes 32 bytes for each number of a source, each time and each sensor.
+
+    Examples
+    --------
+    A number decays and is driven by a source:
+
+    >>> from mpiad.inverse import ShiftInvariantMap
+    >>> F = ShiftInvariantMap(lambda u, k, m: 0.5 * u + m, lambda u: u, np.zeros(1), np.zeros(1), 3)
+    >>> print(F(np.array([[1.0], [0.0], [0.0]]))[:, 0].round(12), F.T(np.array([[0.0], [0.0], [1.0]]))[:, 0].round(12))
+    [1.   0.5  0.25] [0.25 0.5  1.  ]
+    """
+
+    def __init__(
+        self, step: Function, observe: Function, u0: Tree, source: LocalArray, n: int, *, interval: int = 1,
+        comm: Comm | None = None,
+    ):  # fmt: skip
+        self._channel = used = channel(comm, _CALL)
+        with raising_together(used):
+            for name, number in (("n", n), ("interval", interval)):
+                if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+                    raise ValueError(f"{_CALL}: {name} must be a positive integer, but got {number!r:.60}.")
+            for name, leaf in (*named_leaves(u0, "u0"), ("source", source)):
+                if not is_variable(leaf) or np.iscomplexobj(leaf):
+                    raise TypeError(f"{_CALL}: {name} must be an array of real floats, but got {leaf!r:.60}.")
+        require_same(used, f"n={n}, interval={interval}", _CALL)
+        self.comm, self.n, self.interval = comm, int(n), int(interval)
+        self.shape: Shape = (self.n, *np.shape(source))
+        self.offset = self._observations(step, observe, u0, np.broadcast_to(source, self.shape))
+        self.n_sensors = self.offset.shape[1]
+        self._length = 2 * self.n  # of the transforms, so that the last sources don't act on the first observations
+        size = math.prod(self.shape[1:])
+        self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, size), complex)
+        steps, observation = linearize(step, (0, 2))(u0, 0, source), linearize(observe)(u0)
+        for part in self._panels(size):
+            self._spectrum[:, part] = rfft(self._sensitivities(steps, observation, part), self._length, axis=0)
+        self._require_linear(step, observe, u0, np.asarray(source))
+
+    def __call__(self, m: LocalArray) -> ReplicatedArray:
+        """Return F m; collective, and differentiable.
+
+        Parameters
+        ----------
+        m : array, shape (..., n, *source.shape)
+            This rank's block of the sources; leading axes are those of a batch.
+
+        Returns
+        -------
+        array, shape (..., n, n_sensors)
+            The same on all ranks.
+        """
+        m = self._checked(m, self.shape, "m")
+        return mpi_allreduce(_forward(m, self), comm=self.comm)
+
+    @property
+    def T(self) -> Callable[[ReplicatedArray], LocalArray]:  # as NumPy's name
+        """The transposed map, from arrays (..., n, n_sensors), which are the same on all ranks, to this rank's blocks."""
+        return lambda d: _backward(self._checked(d, self.offset.shape, "d"), self)
+
+    def _checked(self, x: Array, shape: Shape, name: str) -> Array:
+        with raising_together(self._channel):
+            given = np.shape(stop_gradient(x))
+            if given[len(given) - len(shape) :] != shape:
+                raise ValueError(f"{_CALL}: {name} must be an array of shape (..., *{shape}), but got shape {given}.")
+        return x
+
+    def _observations(self, step: Function, observe: Function, u: Tree, m: LocalArray) -> np.ndarray:
+        rows = []
+        for i in range(self.n):
+            for k in range(i * self.interval, (i + 1) * self.interval):
+                u = step(u, k, m[i])
+            rows.append(np.asarray(observe(u), float))
+        with raising_together(self._channel):
+            if rows[0].ndim != 1 or not rows[0].size:
+                raise ValueError(f"{_CALL}: observe must return a vector of the sensors' values, but got {rows[0]!r:.60}.")
+        require_same(self._channel, f"{rows[0].size} sensors", _CALL)
+        return np.stack(rows)
+
+    def _sensitivities(self, steps: Linearization, observation: Linearization, part: slice) -> np.ndarray:
+        """Return the rows of F_0, F_1, ... for some sensors, of shape (n, sensors, size of a source)."""
+        # All ranks have copies of the observations: the cotangent of the root's copy is that of the values.
+        seeds = np.eye(self.n_sensors)[part] * (self._channel.rank == 0)
+        cotangent, rows = observation.vjp(seeds, batch=True), []
+        for _ in range(self.n):
+            total = 0.0
+            for _ in range(self.interval):
+                cotangent, of_source = steps.vjp(cotangent, batch=True)
+                total = total + of_source
+            rows.append(np.reshape(total, (len(seeds), -1)))
+        return np.stack(rows)
+
+    def _require_linear(self, step: Function, observe: Function, u0: Tree, source: LocalArray) -> None:
+        self.offset = self.offset - self(np.broadcast_to(source, self.shape))
+        random = np.random.default_rng([self._channel.rank, self.n])
+        for scale in (1.0, -3.0):
+            m = scale * random.standard_normal(self.shape)
+            seen, expected = self._observations(step, observe, u0, m), self(m)
+            error = np.abs(seen - self.offset - expected)
+            i = int(np.argmax(error.max(axis=1)))
+            largest = float(np.abs(expected).max())
+            if not error.max() <= _DEVIATION * max(largest, float(np.abs(seen).max()) * 1e-3):
+                text = (
+                    f"{_CALL}: with random sources, the observation after interval {i} deviates from F m + d₀ by "
+                    f"{error.max():.1e}, compared with {largest:.1e}: step must be linear in (u, m) up to a constant, "
+                    "observe linear in u up to a constant, and neither may depend on k. Linearize the step, or use scan "
+                    "and laplace_approximation."
+                )
+                raise agreed(self._channel, ValueError(text))
+
+    # Private to `LinearPosterior`: the blocks F_k themselves.
+
+    def _panels(self, size: int) -> Iterator[slice]:
+        """Yield ranges of sensors whose rows take limited memory."""
+        # All ranks must make the same adjoint runs, although their blocks may have different sizes.
+        size = int(mpi_allreduce(np.array(float(size)), comm=self.comm))
+        count = max(1, _PANEL_BYTES * self._channel.size // (8 * self.n * size))
+        for first in range(0, self.n_sensors, count):
+            yield slice(first, min(first + count, self.n_sensors))
+
+    def _rows(self, part: slice) -> np.ndarray:
+        """Return the rows of F_0, F_1, ... for some sensors, of shape (n, sensors, size of a source)."""
+        return irfft(self._spectrum[:, part], self._length, axis=0)[: self.n]
+
+
+def _frequencies(x: np.ndarray, length: int) -> np.ndarray:
+    """Return the transforms along time of arrays (batch, n, size), of shape (frequencies, size, batch)."""
+    return np.moveaxis(rfft(x, length, axis=1), 0, -1)
+
+
+def _times(x: np.ndarray, length: int, n: int) -> np.ndarray:
+    """Return the inverse of `_frequencies`, for the first n times."""
+    return irfft(np.moveaxis(x, -1, 0), length, axis=1)[:, :n]
+
+
+@custom_operator
+def _forward(m: LocalArray, map: ShiftInvariantMap) -> np.ndarray:
+    """Return this rank's term of F m."""
+    lead = m.shape[: m.ndim - len(map.shape)]
+    product = map._spectrum @ _frequencies(m.reshape(-1, map.n, math.prod(map.shape[1:])), map._length)
+    return _times(product, map._length, map.n).reshape(*lead, *map.offset.shape)
+
+
+@custom_operator
+def _backward(d: np.ndarray, map: ShiftInvariantMap) -> LocalArray:
+    """Return this rank's block of the product of the transposed F with d."""
+    lead = d.shape[: d.ndim - 2]
+    # The conjugate is that of the product, not of the large factor, which would be copied.
+    conjugate = np.conj(_frequencies(d.reshape(-1, *map.offset.shape), map._length))
+    product = np.conj(np.swapaxes(map._spectrum, 1, 2) @ conjugate)
+    return _times(product, map._length, map.n).reshape(*lead, *map.shape)
+
+
+defadjoint(_forward, _backward)
+defadjoint(_backward, _forward)
