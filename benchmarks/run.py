@@ -59,6 +59,7 @@ JOBS = (
     Job("posterior.py", 1, 60),
     Job("hippylib_poisson.py", 1, 120, "--methods hpcn hmala dr --scale 0.25"),
     Job("aristoff_bangerth.py", 2, 120, "--samples 500 --nuts 0 --informed 0"),
+    Job("real_time_posterior.py", 2, 60),
     Job("sampling.py", 1, 450, "--cells 16 64 --samples 300 --long 1000"),
     Job("local_adjoints.py", 1, 80),
     Job("time_loops.py", 2, 60),

@@ -52,6 +52,7 @@ _CALL = "inverse.LinearPosterior"
 _MOST_FUNCTIONALS = 4096
 _PANEL_BYTES = 1 << 28
 _FIELDS = 64  # fields to which the prior's covariance is applied at once
+_BLOCK = 1024  # columns that are factored at once
 _CELLS = 512  # cells of a rank whose variances are computed at once
 
 
@@ -168,12 +169,11 @@ class LinearPosterior:
         def factor() -> None:
             for i in range(n):
                 blocks[i, :, i] += self._noise
-            # The lower triangle in C's order is the upper one in Fortran's order.
-            _, info = _potrf(lower.T, lower=0, overwrite_a=1, clean=0)
-            if info:
+            row = _factor(lower)
+            if row is not None:
                 raise ValueError(
                     f"{_CALL}: the covariance of the data isn't positive definite to working precision, at sensor "
-                    f"{(info - 1) % sensors} and time {(info - 1) // sensors}: the noise is too small."
+                    f"{row % sensors} and time {row // sensors}: the noise is too small."
                 )
 
         self.on_root(factor)
@@ -415,6 +415,20 @@ class Forecast:
             part = self._weights[:, : times * self._posterior.F.n_sensors]
             result[:] = (self._prior - part @ part.T).reshape(result.shape)
         return mpi_bcast(result, comm=self._posterior.F.comm)
+
+
+def _factor(a: np.ndarray) -> int | None:
+    """Overwrite the lower triangle by its Cholesky factor; return the first row that isn't positive definite, or None."""
+    # By blocks of columns: LAPACK's function in OpenBLAS 0.3.30 ends with a segmentation fault above about 15,000 rows.
+    for first in range(0, len(a), _BLOCK):
+        stop = min(first + _BLOCK, len(a))
+        a[first:, first:stop] -= a[first:, :first] @ a[first:stop, :first].T
+        block, info = _potrf(a[first:stop, first:stop], lower=1)
+        if info:
+            return first + info - 1
+        a[first:stop, first:stop] = block
+        a[stop:, first:stop] = _trsm(1.0, block, a[stop:, first:stop].T, lower=1).T
+    return None
 
 
 def _filtered(x: np.ndarray, a: float) -> np.ndarray:

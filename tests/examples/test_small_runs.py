@@ -58,6 +58,10 @@ RUNS = [
         thorough=True,
     ),
     Small(
+        2, "examples/early_warning.py", "--cells 16 --gauges 6 --times 30 --events 40 --least 0 --picture picture.png",
+        r"correlation with the true uplift (\S+);.*\n.* prior: (\S+)% of", lambda true, share: true > 0.5 and share > 88.0,
+    ),
+    Small(
         2, "examples/ensemble_training.py", "--iterations 5",
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
