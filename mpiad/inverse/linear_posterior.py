@@ -135,22 +135,27 @@ class LinearPosterior:
         """
         n, sensors, size = self._gamma.shape
         rows, gamma = self._driven(map, part), self._gamma.reshape(n * sensors, size)
-        products = np.zeros((n, rows.shape[1], n, sensors))
-        chunk = max(1, n // 16)
+        return self._running_sum(rows, gamma, until_row)
+
+    def _running_sum(self, rows: np.ndarray, columns: np.ndarray, until_row: bool = False) -> np.ndarray:
+        """Return, on the root, Σ_r A_{i-r} B_{j-r}ᵀ over r ≤ min(i, j), of shape (n, rows, n, columns).
+
+        `rows`, `columns`: the blocks A_k and B_k, of shape (n, rows, size) and (n * columns, size).
+        """
+        n, count, size = rows.shape
+        width, on_root = len(columns) // n, self._channel.rank == 0
+        total, chunk = np.zeros((n * on_root, count, n, width)), max(1, n // 16)
         for first in range(0, n, chunk):
             stop = min(first + chunk, n)
             last = stop if until_row else n
-            block = rows[first:stop].reshape(-1, size) @ gamma[: last * sensors].T
-            products[first:stop, :, :last] = block.reshape(stop - first, -1, last, sensors)
-        return self._running_sum(products)
-
-    def _running_sum(self, products: np.ndarray) -> np.ndarray:
-        """Return, on the root, sums over the ranks, and in block (i, j) over the blocks (i, j), (i - 1, j - 1), ..."""
-        on_root = self._channel.rank == 0
-        total = np.empty_like(products if on_root else products[:0])
-        self._channel.data.Reduce(products, total if on_root else None)
+            products = rows[first:stop].reshape(-1, size) @ columns[: last * width].T
+            reduced = np.empty_like(products) if on_root else None
+            self._channel.data.Reduce(products, reduced)
+            if reduced is not None:
+                total[first:stop, :, :last] = reduced.reshape(stop - first, count, last, width)
         for i in range(1, len(total)):
-            total[i, :, 1:] += total[i - 1, :, :-1]
+            last = i + 1 if until_row else n
+            total[i, :, 1:last] += total[i - 1, :, : last - 1]
         return total
 
     def _factored(self) -> np.ndarray:
@@ -353,11 +358,10 @@ class Conditioned:
         return self._posterior.prior.mean + self._posterior._pulled(self._white)
 
     def sample(self, rng: Rng) -> LocalArray:
-        """Return this rank's block of a sample at all times, the same on any number of ranks; collective.
+        """Return this rank's block of a sample at all times, the same field on any number of ranks; collective.
 
-        `rng`, a Generator or a seed, is that of the root [1]_.
-
-        .. [1] Conditioning by Matheron's rule: G. Evensen et al., "Data Assimilation Fundamentals" (Springer, 2022).
+        `rng`, a Generator or a seed, is that of the root. A sample of the prior is conditioned by Matheron's rule: A. Doucet,
+        "A note on efficient conditional simulation of Gaussian distributions" (2010).
         """
         return self.mean + self._posterior._corrected(np.random.default_rng(rng), len(self._white))
 
@@ -381,9 +385,9 @@ class Forecast:
         parts = range(sensors)
         panels = [posterior.covariance_with_data(Q, slice(k, k + 1)) for k in parts]
         self._expected = (Q.offset + Q(np.broadcast_to(posterior.prior.mean, Q.shape))).ravel()
-        rows = posterior._driven(Q, slice(0, sensors)).reshape(n * sensors, -1)
-        products = rows @ posterior._colored(rows).T
-        self._prior = posterior._running_sum(products.reshape(n, sensors, n, sensors)).reshape(-1, n * sensors)
+        rows = posterior._driven(Q, slice(0, sensors))
+        self._prior = posterior._running_sum(rows, posterior._colored(rows).reshape(n * sensors, -1))
+        self._prior = self._prior.reshape(-1, n * sensors)
         # W, whose products with its transpose are what the data explain.
         self._weights = posterior.on_root(
             lambda: posterior.solved(np.concatenate(panels, axis=1).reshape(n * sensors, -1).T).T
