@@ -360,8 +360,8 @@ class Conditioned:
     def sample(self, rng: Rng) -> LocalArray:
         """Return this rank's block of a sample at all times, the same field on any number of ranks; collective.
 
-        `rng`, a Generator or a seed, is that of the root. A sample of the prior is conditioned by Matheron's rule: A. Doucet,
-        "A note on efficient conditional simulation of Gaussian distributions" (2010).
+        `rng`, a Generator or a seed, is that of the root. A sample of the prior is conditioned by Matheron's rule: see
+        A. Doucet, "A note on efficient conditional simulation of Gaussian distributions" (2010).
         """
         return self.mean + self._posterior._corrected(np.random.default_rng(rng), len(self._white))
 

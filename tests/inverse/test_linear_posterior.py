@@ -1,11 +1,28 @@
 """The posterior of a linear map, beside the formulas of Gaussian conditioning with dense matrices of one process."""
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
-from driven_wave import CELLS, HARBOR, LENGTH, MEAN, SENSORS, SHAPE, STD, H, N, covariance, distributed, matrix, whole
+from driven_wave import (
+    CELLS,
+    HARBOR,
+    LENGTH,
+    MEAN,
+    SENSORS,
+    SHAPE,
+    STD,
+    H,
+    N,
+    covariance,
+    distributed,
+    following,
+    matrix,
+    whole,
+)
 
 import mpiad
 from mpiad.inverse import Bilaplacian, LinearPosterior, ShiftInvariantMap
+from mpiad.timestepping import scan
 
 NOISE = np.array([[0.04, 0.01, 0.0], [0.01, 0.05, 0.0], [0.0, 0.0, 0.02]])
 CLOSE = 1e-10
@@ -153,6 +170,39 @@ def test_invalid_arguments(case, rank, size, monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 10)
     with pytest.raises(ValueError, match=r"covariance of 15 data takes 1.8e-06 GB, but the machine has 1e-07 GB"):
         LinearPosterior(F, prior, 1.0)
+
+
+def test_gradient_vanishes_at_the_mean_of_many_sources():
+    """102,400 sources, 2,000 data: the gradient of the negative log density, through the time loop and not through F."""
+    domain, n, a, noise = mpiad.Domain((32, 32)), 100, 0.7, 0.05
+    points = np.random.default_rng(2).uniform(1.0, 30.0, (20, 2))
+    zero = np.zeros(domain.local_shape)
+
+    @mpiad.jit
+    def step(state, k, m):
+        u, before = state
+        return following(u, before, domain.exchange(u, "zero", corners=False), m), u
+
+    def observe(state, k=0):
+        return domain.interpolate(state[0], points)
+
+    F = ShiftInvariantMap(step, observe, (zero, zero), zero, n)
+    prior = Bilaplacian(domain, 4.0, std=0.3, mean=0.1, rtol=1e-12)
+    posterior = LinearPosterior(F, prior, noise, correlation=a)
+    d = F.offset + F(np.random.default_rng(mpiad.mpi_rank()).standard_normal(F.shape))
+    mean = posterior.condition(d).mean
+
+    def density(m):
+        seen = scan(step, (zero, zero), n, inputs=m, observe=observe)[1]
+        deviation = m - 0.1
+        before = anp.concatenate([np.zeros((1, *zero.shape)), deviation[:-1]])
+        innovations = 0.1 + deviation - a * before
+        costs = sum(prior.cost(innovations[k]) for k in range(n))
+        return 0.5 * anp.sum((seen - d) ** 2) / noise**2 + costs
+
+    gradient = mpiad.grad(density, objective="root")
+    at_mean, elsewhere = (domain.norm(gradient(m).sum(axis=0)) for m in (mean, 0.0 * mean + 0.1))
+    assert at_mean < 1e-8 * elsewhere
 
 
 def test_noise_below_rounding(case):
