@@ -63,9 +63,9 @@ def _forward(x: Array, p: Reduction) -> Array:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
-def _prepared(p: Reduction, x: Array, out: Array) -> Function | None:
+def _prepared(p: Reduction, x: Array, out: Array | None) -> Function | None:
     # Maximum and minimum need checks for NaN.
-    return prepared_sum(p.channel, x, out) if p.op == SUM else None
+    return prepared_sum(p.channel, x, out) if p.op == SUM and out is not None else None
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:

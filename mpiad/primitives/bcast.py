@@ -12,6 +12,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import outgoing
+from mpiad.transport.core.messages import prepared_bcast
 
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
@@ -59,6 +60,10 @@ def _forward(x: Array, p: Rooted) -> Array:
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
+def _prepared(p: Rooted, x: Array, out: Array | None) -> Function | None:
+    return None if p.spec is None or out is None else prepared_bcast(p.channel, x, out, p.root)
+
+
 def _adjoint(ans: Array, x: Array, p: Rooted) -> Function:
     """Return the transpose of copying: the sum of the copies' cotangents on the root; zeros for templates."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
@@ -82,3 +87,4 @@ def _abstract(x: Array, p: Rooted) -> Any:
 
 
 BCAST.define(_forward, _adjoint, _tangent, _abstract)
+BCAST.prepared = _prepared

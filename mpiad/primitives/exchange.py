@@ -10,7 +10,7 @@ from mpiad.primitives.checks import addresses
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.core.buffers import outgoing, private_copy, spec_of
-from mpiad.transport.core.messages import prepared_swap, receive, send, swap
+from mpiad.transport.core.messages import prepared_receive, prepared_send, prepared_swap, receive, send, swap
 
 
 def mpi_exchange(
@@ -73,11 +73,14 @@ def _forward(x: Array, p: Exchange) -> Array:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
-def _prepared(p: Exchange, x: Array, out: Array) -> Function | None:
-    # Not possible without one of the partners. The number isn't None, since `mpi_exchange` refuses wildcards.
-    if p.dest is None or p.source is None or p.source.number is None:
-        return None
-    return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
+def _prepared(p: Exchange, x: Array, out: Array | None) -> Function | None:
+    target = p.spec.empty() if out is None else out
+    if p.dest is not None and p.source is not None:
+        return prepared_swap(x, p.dest, target, p.source, "mpi_exchange")
+    if p.source is not None:
+        return prepared_receive(target, p.source, "mpi_exchange")
+    target[...] = 0
+    return (lambda: None) if p.dest is None else prepared_send(x, p.dest)
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.checks import address_from
 from mpiad.primitives.operation import communicate
+from mpiad.primitives.recv import prepared
 from mpiad.primitives.request import Request, started
 from mpiad.transport import spec_of
 from mpiad.transport.core.messages import Receipt
@@ -78,3 +81,4 @@ def _abstract(x: None, p: Receiving) -> Request:
 
 
 IRECV.define(_forward, _adjoint, _tangent, _abstract)
+IRECV.prepared = partial(prepared, call="mpi_irecv")

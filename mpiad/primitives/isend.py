@@ -10,6 +10,7 @@ from mpiad.primitives.checks import address_to
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
+from mpiad.primitives.send import prepared
 from mpiad.transport import Envelope
 from mpiad.transport.core.buffers import outgoing, private_copy
 from mpiad.transport.core.messages import post_send
@@ -95,3 +96,4 @@ def _abstract(x: Array, p: Envelope | None) -> Request:
 
 
 ISEND.define(_forward, _adjoint, _tangent, _abstract)
+ISEND.prepared = prepared

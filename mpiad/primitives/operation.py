@@ -230,7 +230,8 @@ class Operation(Recorded):
 
     - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
-      arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
+      arguments that communicates from array x into array out (None if there is none), and doesn't report its calls to
+      debugging tools. For the start of a receive, it is a function that receives, called in place of the wait.
     - `forward`: the forward rule, which reports its calls to debugging tools, while they ask for it.
     - `abstract`: ``abstract(x, params)`` returns the `Spec` of the result, or a result that isn't an array, without
       communication; NotImplemented if only a run can tell it. Arrays are passed for their shapes and dtypes.
@@ -241,7 +242,7 @@ class Operation(Recorded):
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
         super().__init__(name)
         self.point_to_point, self.of_request, self.batched_adjoint = point_to_point, of_request, batched_adjoint
-        self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
+        self.prepared: Callable[[Any, Array | None, Array | None], Callable[[], object] | None] | None = None
 
     def define(
         self, forward: Callable, adjoint: Callable, tangent: Callable | None = None, abstract: Callable | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
@@ -9,7 +11,7 @@ from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.checks import address_from
 from mpiad.primitives.operation import communicate
 from mpiad.transport import spec_of
-from mpiad.transport.core.messages import receive
+from mpiad.transport.core.messages import prepared_receive, receive
 
 
 def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:
@@ -60,6 +62,15 @@ def _forward(x: None, p: Receiving) -> Array:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_recv")
 
 
+def prepared(p: Receiving, x: None, out: Array | None, call: str) -> Function | None:
+    """Return a function that receives into the array `out`, or None; see `Operation`."""
+    target = p.spec.empty() if out is None else out
+    if p.source is not None:
+        return None if p.source.number is None else prepared_receive(target, p.source, call)
+    target[...] = 0
+    return lambda: None
+
+
 def _adjoint(ans: Array, x: None, p: Receiving) -> Function:
     """Return the transpose of receiving: sending the cotangent to the sender."""
     if p.source is None:
@@ -78,3 +89,4 @@ def _tangent(dx: None, ans: Array, x: None, p: Receiving) -> Array:
 
 
 RECV.define(_forward, _adjoint, _tangent)
+RECV.prepared = partial(prepared, call="mpi_recv")

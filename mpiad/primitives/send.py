@@ -9,7 +9,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Envelope, Spec
 from mpiad.transport.core.buffers import outgoing, private_copy
-from mpiad.transport.core.messages import send
+from mpiad.transport.core.messages import prepared_send, send
 
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
@@ -62,6 +62,11 @@ def _forward(x: Array, p: Envelope | None) -> Array:
     return x if hasattr(x, "dtype") else array[()]
 
 
+def prepared(p: Envelope | None, x: Array, out: None) -> Function | None:
+    """Return a function that sends the array x, or None; see `Operation`."""
+    return (lambda: None) if p is None else prepared_send(x, p)
+
+
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Function:
     """Return the transpose of copying x to the receiver and to the result: the sum of the two cotangents."""
     if p is None:
@@ -79,3 +84,4 @@ def _abstract(x: Array, p: Envelope | None) -> Array | Spec:
 
 
 SEND.define(_forward, _adjoint, _tangent, _abstract)
+SEND.prepared = prepared

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, Source, kernels_of
 from mpiad.compiling.source import indented
-from mpiad.primitives.catalogue import BCAST
+from mpiad.primitives.catalogue import BCAST, IRECV, ISEND, WAIT
 from mpiad.primitives.operation import Operation, recorded_call
 from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
@@ -119,6 +119,15 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     else:
         known = fun.in_place is not None or fun.preserves_spec or fun.fixes_spec
     return not known and node.dtype != object
+
+
+class _Message(NamedTuple):
+    """A prepared communication from buffer x into buffer `out`; None for no array."""
+
+    prepared: Callable[..., Callable[[], object] | None] | None  # see `Operation`
+    params: Any
+    x: int | None
+    out: int | None
 
 
 _WORD = 8
@@ -252,36 +261,59 @@ class Replay:
         buffers = self.schedule.buffers
         self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
-        found, numbered = self._preparable_steps()
-        self._preparable = found if prepared else set[int]()
-        self._renumbers, self.is_numbered = bool(numbered - self._preparable), bool(numbered)
+        messages, numbered = self._messages_of_steps()
+        self._messages = messages if prepared else {}
+        self._renumbers, self.is_numbered = bool(numbered - self._messages.keys()), bool(numbered)
         self.first, *self.later = self._functions()
 
-    def _preparable_steps(self) -> tuple[set[int], set[int]]:
-        """Return the communications that can be prepared (between small buffers at fixed places), and the numbered ones."""
-        found: set[int] = set()
+    def _messages_of_steps(self) -> tuple[dict[int, _Message | None], set[int]]:
+        """Return the communications of small arrays, which can be prepared, and the steps of numbered messages.
+
+        For a request, the start sends, and the wait receives: a wait for a send and the start of a receive have no message.
+        """
+        found: dict[int, _Message | None] = {}
         numbered: set[int] = set()
-        fixed: set[int] = set()  # result buffers at fixed addresses
+        active: dict[int, list[Any]] = {}  # nodes of started receives, and what MPI matches
         for at, step in enumerate(self.schedule.steps):
             if isinstance(step, Loop) or step.in_place:
                 continue
             node = self.nodes[step.node]
             if node.kind != "communicate" or node.data.kind != "communicate":
                 continue
-            call, results = node.data, step.results
-            if is_numbered(call.args[1]):
+            request = node.inputs[0] if node.data.fun is WAIT else -1
+            call = node.data if request < 0 else self.nodes[request].data
+            if not isinstance(call, Step):  # a request that another program started
+                return {}, {at}
+            params, out = call.args[1], next(iter(step.results), None)
+            if is_numbered(params):
                 numbered.add(at)
-            if call.fun.prepared is None or len(results) != 1 or self._is_large(results[0]) or len(step.inputs) != 1:
+            if call.fun is ISEND and request >= 0:
+                # The sent values, which the wait returns, would have to be kept.
+                if out not in self.replays.uses and out not in self.schedule.outputs:
+                    found[at] = None
                 continue
-            x = step.inputs[0]
-            kind = self.schedule.buffers[x].kind
-            if self._is_large(x) or kind == "alias" or kind == "result" and x not in fixed and x not in self._in_kernels:
+            matched = [(id(e.channel), e.reverse, e.peer, e.mpi_tag) for e in envelopes_of(params) if not e.outgoing]
+            if call.fun is IRECV and request < 0:
+                active[step.node], found[at] = matched, None
                 continue
-            if call.fun.prepared(call.args[1], np.empty(0), np.empty(0)) is not None:
-                found.add(at)
-                fixed.add(results[0])
+            x = next(iter(step.inputs), None) if request < 0 else None
+            message = _Message(call.fun.prepared, params, x, None if call.fun is ISEND else out)
+            # A receive that is posted at its wait gets the same message only if no earlier one is active.
+            first = next((n for n, others in active.items() if matched and others == matched), request)
+            if first == request and len(step.inputs) <= 1 and self._is_preparable(message):
+                found[at] = message
+            active.pop(request, None)
         # Either all communications with message numbers are prepared, or none of them.
-        return (found if numbered <= found else found - numbered), numbered
+        if not numbered <= found.keys():
+            found = {at: message for at, message in found.items() if at not in numbered}
+        return found, numbered
+
+    def _is_preparable(self, message: _Message) -> bool:
+        buffers = [None if b is None else self.schedule.buffers[b] for b in (message.x, message.out)]
+        if message.prepared is None or any(buffer is not None and buffer.nbytes > SMALL for buffer in buffers):
+            return False
+        spare = [None if buffer is None else np.empty(buffer.shape, buffer.dtype) for buffer in buffers]
+        return message.prepared(message.params, *spare) is not None
 
     def _functions(self) -> list[Callable]:
         """Return a function for each part of the program."""
@@ -437,8 +469,8 @@ class Replay:
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
-        elif at in self._preparable:
-            self._prepared(at, step)
+        elif at in self._messages:
+            self._prepared(at, step, self._messages[at])
         else:
             self._call(at, step)
         if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
@@ -522,22 +554,31 @@ class Replay:
         self.names[name] = value
         return name
 
-    def _prepared(self, at: int, step: Run) -> None:
+    def _prepared(self, at: int, step: Run, message: _Message | None) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
-        node, (made,) = self.nodes[step.node], step.results
-        params, renewed = node.data.args[1], []
+        if message is None or message.prepared is None:
+            return
+        params, x, out = message.params, message.x, message.out
+        renewed: list[Any] = []
         if envelopes_of(params):
             params, renewed = self.numbers.with_copies(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")
-        self._bind(made)
-        x, out = self.names[self._array(step.inputs[0])], self.names[f"b{made}"]
-        self.names[f"f{at}"] = _call_at(node.site, "prepared")
-        self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
+        if out is not None:
+            self._bind(out)
+        arrays = self._at_fixed_place(x), None if out is None else self.names[f"b{out}"]
+        self.names[f"f{at}"] = _call_at(self.nodes[step.node].site, "prepared")
+        self.names[f"q{at}"] = message.prepared(params, *arrays)
         self._lines.append(f"f{at}(q{at})")
-        if self._is_logged(at):
-            self._lines.append(f"log.append(b{made}{'.copy()' if out.shape else '[()]'})")
+
+    def _at_fixed_place(self, b: int | None) -> Array | None:
+        """Return the array of a buffer; if its place varies, append a line that copies it into the returned one."""
+        if b is None or (name := self._array(b)) in self.names:
+            return None if b is None else self.names[name]
+        array = np.empty(self.schedule.buffers[b].shape, self.schedule.buffers[b].dtype)
+        self._lines.append(f"{self._bound(array)}[...] = {name}")
+        return array
 
     def _received(self, b: int, text: str) -> None:
         found = self.schedule.buffers[b]

@@ -271,6 +271,51 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
     return lambda: channel.data.Allreduce(sent, received)
 
 
+def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: int) -> Callable[[], object]:
+    """Return a function that copies the root's array into `out`, on all ranks."""
+    message = as_message(out)
+
+    def bcast() -> None:
+        if channel.rank == root:
+            out[...] = array
+        channel.data.Bcast(message, root)
+
+    return bcast
+
+
+# Messages that MPI buffers at once, so that a send doesn't wait for its receiver: Open MPI's limit on a node is 4 KiB with
+# the header.
+_BUFFERED = 4000
+
+
+def prepared_send(array: np.ndarray, there: Envelope) -> Callable[[], object] | None:
+    """Return a function that sends an array without waiting for the receiver, or None if MPI wouldn't buffer it."""
+    if array.nbytes > _BUFFERED or there.peer == there.channel.rank:
+        return None
+    message, dest = as_message(array), there.peer
+    return lambda: there.comm.Send(message, dest, there.mpi_tag)
+
+
+def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
+    """Return a function that receives an array; callers renew the envelope before each call."""
+    message, status = as_message(destination), MPI.Status()
+    source, size, byte, spec = back.peer, destination.nbytes, MPI.BYTE, Spec(destination.shape, destination.dtype)
+
+    def receive() -> None:
+        try:
+            back.comm.Recv(message, source, back.mpi_tag, status)
+        except MPI.Exception as error:
+            ABANDONED.append((message,))  # MPI may still use it
+            raise _receive_error(error, destination, source, back.tag, call) from None
+        if (got := status.Get_count(byte)) != size:
+            raise _mismatch(destination, f"{got} bytes", source, back.tag, call)
+
+    def receive_after_probe() -> None:
+        destination[...] = _matched(spec, back, call)
+
+    return receive_after_probe if _PROBES_FIRST else receive
+
+
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:

@@ -1,0 +1,173 @@
+"""Messages of small arrays are prepared once for each program; results are those of the interpreted function."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from jitted import assert_same
+from mpi4py import MPI
+
+import mpiad
+from mpiad.transport.core import messages
+
+FORMS = [lambda f: f, *(lambda f, form=form: form(f, objective="sum") for form in (mpiad.grad, mpiad.value_and_grad))]
+NONE = MPI.PROC_NULL
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+    """Return the messages that are received one by one, by the functions that calls outside of programs use."""
+    found, receive, finish = [], messages.receive, messages.finish_receive
+    monkeypatch.setattr(messages, "finish_receive", lambda *args: found.append(args[-1]) or finish(*args))
+    for module in ("exchange", "recv", "wait"):
+        name = "finish_receive" if module == "wait" else "receive"
+        made = finish if module == "wait" else receive
+        path = f"mpiad.primitives.{module}.{name}"
+        monkeypatch.setattr(path, lambda *args, made=made: found.append(args[-1]) or made(*args))
+    return found
+
+
+def neighbors(rank, size):
+    return (rank - 1 if rank else NONE), (rank + 1 if rank + 1 < size else NONE)
+
+
+def one_sided_exchanges(x):
+    before, after = neighbors(mpiad.mpi_rank(), mpiad.mpi_size())
+    low = mpiad.mpi_exchange(anp.sin(x[:3]), dest=after, source=before)
+    high = mpiad.mpi_exchange(x[-3:] * low, dest=before, source=after)
+    return anp.sum((x[:3] - low) ** 2 * (1.0 + high))
+
+
+def requests(x):
+    before, after = neighbors(mpiad.mpi_rank(), mpiad.mpi_size())
+    started = [
+        mpiad.mpi_irecv(x[:3], before, tag=3),
+        mpiad.mpi_isend(x[-3:] ** 2, after, tag=3),
+        mpiad.mpi_irecv(x[:3], after, tag=3),
+        mpiad.mpi_isend(anp.cos(x[:3]), before, tag=3),
+    ]
+    inner = x[1:-1] * 0.5
+    low, _, high, _ = mpiad.mpi_waitall(started)
+    return anp.sum(inner**2) + anp.sum(low * high[::-1] + anp.sin(low) + high**2)
+
+
+def chain_of_sends(x):
+    before, after = neighbors(mpiad.mpi_rank(), mpiad.mpi_size())
+    received = mpiad.mpi_recv(x, before)
+    y = mpiad.mpi_send(anp.tanh(x + received), after)
+    return anp.sum(y**2 * (1.0 + mpiad.mpi_rank()))
+
+
+def ring(x):
+    """All ranks send before they receive, as much as MPI buffers."""
+    rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
+    large = anp.concatenate([x * (k + 1.0) for k in range(50)])  # 4,000 bytes
+    mpiad.mpi_send(large, (rank + 1) % size)
+    return anp.sum(anp.sin(mpiad.mpi_recv(large, (rank - 1) % size)))
+
+
+def broadcast(x):
+    last = mpiad.mpi_size() - 1
+    return anp.sum(mpiad.mpi_bcast(x, root=last) ** 3 * x)
+
+
+def unused_results(x):
+    before, after = neighbors(mpiad.mpi_rank(), mpiad.mpi_size())
+    mpiad.mpi_exchange(x[:2], dest=after, source=before)
+    mpiad.mpi_send(x[:1], after)
+    mpiad.mpi_recv(x[:1], before)
+    return anp.sum(x**2)
+
+
+PROGRAMS = [one_sided_exchanges, requests, chain_of_sends, broadcast, unused_results]
+
+
+@pytest.mark.parametrize("fun", [*PROGRAMS, ring], ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("form", FORMS, ids=["value", "grad", "value_and_grad"])
+def test_runs_with_other_values(fun, form, rng):
+    compiled, interpreted = form(mpiad.jit(fun, strict=True)), form(fun)
+    for _ in range(4):
+        x = rng.standard_normal(10)
+        assert_same(compiled(x), interpreted(x), 1e-12)
+
+
+@pytest.mark.unguarded  # under a watch nothing is prepared
+@pytest.mark.parametrize("fun", PROGRAMS, ids=lambda fun: fun.__name__)
+def test_nothing_is_received_by_itself(fun, unprepared, rng):
+    gradient, x = mpiad.grad(mpiad.jit(fun, strict=True), objective="sum"), rng.standard_normal(10)
+    for _ in range(2):
+        gradient(x)
+    unprepared.clear()
+    gradient(x)
+    assert not unprepared
+
+
+def test_waits_in_another_order(rank, size, rng):
+    """The receives have one tag, so that the first that is started gets the first message."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def fun(x):
+        first, second = mpiad.mpi_irecv(x, before), mpiad.mpi_irecv(x, before)
+        sends = [mpiad.mpi_isend(x, after), mpiad.mpi_isend(anp.sin(x), after)]
+        later = mpiad.mpi_wait(second)
+        third = mpiad.mpi_exchange(x * later, dest=after, source=before)
+        mpiad.mpi_waitall(sends)
+        return anp.sum(later * 2.0 + third) + anp.sum(mpiad.mpi_wait(first) ** 2)
+
+    compiled, interpreted = (mpiad.value_and_grad(f, objective="sum") for f in (mpiad.jit(fun, strict=True), fun))
+    for _ in range(3):
+        x = rng.standard_normal(4)
+        assert_same(compiled(x), interpreted(x), 1e-12)
+
+
+def test_values_that_were_sent(rank, size, rng):
+    """A wait for a send returns the values at its start, although the array changes before the wait."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def fun(x):
+        y = 2.0 * x
+        sending, receiving = mpiad.mpi_isend(y, after), mpiad.mpi_irecv(x, before)
+        y = y * 3.0
+        sent, received = mpiad.mpi_waitall([sending, receiving])
+        return anp.sum(sent**2 * y) + anp.sum(received)
+
+    compiled, interpreted = (mpiad.grad(f, objective="sum") for f in (mpiad.jit(fun, strict=True), fun))
+    for _ in range(3):
+        x = rng.standard_normal(4)
+        assert_same(compiled(x), interpreted(x), 1e-12)
+
+
+@pytest.mark.parametrize("way", ["recv", "irecv", "exchange"])
+def test_a_message_of_another_size(way, rank, size):
+    """The sender's program is another one than in earlier runs: the receiver's raises the error of its line."""
+    if size == 1:
+        return  # nobody sends
+
+    @mpiad.jit
+    def fun(x):
+        if rank == 0:
+            mpiad.mpi_send(x * 2.0, 1, tag=5)
+            return x
+        if rank > 1:
+            return x
+        if way == "exchange":
+            return mpiad.mpi_exchange(x, None, 0, tag=5) + x
+        return (mpiad.mpi_recv(x, 0, tag=5) if way == "recv" else mpiad.mpi_wait(mpiad.mpi_irecv(x, 0, tag=5))) + x
+
+    for _ in range(3):
+        fun(np.ones(5))
+    for longer in (9, 3):
+        if rank == 1:
+            with pytest.raises(ValueError, match=rf"mpi_{way}: rank 0 sent .* bytes with tag 5.*\(5,\)"):
+                fun(np.ones(5))
+        else:
+            fun(np.ones(longer if rank == 0 else 5))
+        mpiad.reset()
+    np.testing.assert_array_equal(fun(np.ones(5)), 3.0 if rank == 1 else 1.0)
+
+
+def test_replays_that_are_watched_prepare_nothing(rng):
+    compiled = mpiad.jit(requests, strict=True)
+    x = rng.standard_normal(10)
+    with mpiad.debug.checked():
+        found = compiled(x)
+    assert_same(found, compiled(x), 1e-14)
