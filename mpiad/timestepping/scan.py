@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -21,12 +23,15 @@ from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
-from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
+from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, runs, schedule_of
 from mpiad.timestepping.snapshots import Snapshots, checksum, copy_of
-from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
+from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, own, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
+from mpiad.transport.world import level_of_repeats
+
+_log = logging.getLogger("mpiad")
 
 
 def _described(specs: list[Spec]) -> str:
@@ -49,7 +54,7 @@ class _CheckpointedRun:
                 break
             self._perform(action, loop, args, observed)
         # The last steps run twice from this state: in the forward pass, and recorded in `reversed`.
-        self.state = list(map(copy_of, self.state))
+        self.state = own(loop.stepping, self.state)
         self._shares = False
 
     def shared(self, loop: Loop) -> _CheckpointedRun:
@@ -87,11 +92,11 @@ class _CheckpointedRun:
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: list[Array] | None) -> None:
         if isinstance(action, Keep):
-            self._snapshots.keep(action.number, self.state, action.on_disk)
+            self._snapshots.keep(action.number, self.state, action.on_disk, loop.stepping.is_pure)
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last and not self._shares else list(map(copy_of, state))
+            self.state = state if action.last and not self._shares else own(loop.stepping, state)
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -195,6 +200,9 @@ class Loop:
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
+        if self._recorded and _log.isEnabledFor(logging.INFO):
+            text = "timestepping.scan: the gradient of %d steps recomputes %d steps, and records %d steps at a time."
+            _log.info(text, steps, runs(steps, schedule), min(schedule.recorded, steps))
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
         # They do if the current tape is that of `linearize`, or that of a gradient in `make_hvp`.
         passes = [tape.passes for tape in (tracing.tape, tracing.tape and tracing.tape.outer) if tape is not None]
@@ -223,7 +231,7 @@ class Loop:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
-        state = self.run(Span(first, self.steps), args, list(map(copy_of, state)), observed)
+        state = self.run(Span(first, self.steps), args, own(self.stepping, state), observed)
         self.last_checksums = list(map(checksum, state)) if self._recorded else []
         return self._results.vector([*state, *observed])
 
@@ -254,7 +262,7 @@ class Loop:
 
         A TypeError is raised if a step uses a traced value that isn't an argument.
         """
-        for part in spans(self.stepping, *span):
+        for part in spans(self.stepping, *span, recorded=False):
             state, rows = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
                 raise TypeError(
@@ -417,6 +425,7 @@ defjvp_together(_reversed, _reversed_tangent)
 
 
 _Schedule: TypeAlias = int | CheckpointSchedule | None
+_MANY_STEPS = 50  # the number of interpreted steps above which scan suggests jit
 _MAX_UNROLLED = 50  # maximum number of steps for which a loop without checkpoints is unrolled in a compiled function
 
 
@@ -437,7 +446,8 @@ def scan(
         ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
         is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again, so
         it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
-        arguments of `step`, not in its closure.
+        arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
+        functions, several steps are compiled as one program, unless `step` prints or changes lists, attributes or variables.
     u0 : pytree of arrays of floats
         The initial state. All states have the same shapes and dtypes.
     n_steps : int
@@ -448,11 +458,14 @@ def scan(
         Step k gets entry k of each array; differentiable. The reverse pass of step k computes the cotangent of entry k
         only, whereas it computes the cotangents of whole arrays in `params`.
     observe : callable, optional
-        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
+        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats. It is
+        compiled with the steps if possible.
     checkpoints : int or CheckpointSchedule, optional
         The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
-        The other states are recomputed with the minimum number of steps; with `n_steps` or more stored states every step
-        runs twice. By default all intermediate values of the steps are stored, and no step runs again.
+        With a number c, the reverse pass also stores the intermediate values of min(c, ⌈n_steps / (c + 1)⌉) steps.
+        The other states are recomputed with the minimum number of steps, which is logged at level INFO; with
+        √n_steps or more stored states every step runs about twice. By default all intermediate values of the steps are
+        stored, and no step runs again.
 
     Returns
     -------
@@ -498,9 +511,11 @@ def _scan(
     step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: _Schedule
 ) -> Tree:
     _check_arguments(step, u0, n_steps, inputs, observe)
-    steps, schedule = int(n_steps), schedule_of(checkpoints)
+    steps, schedule = int(n_steps), schedule_of(checkpoints, int(n_steps))
     length = schedule.recorded if schedule is not None and schedule.recorded > 1 else steps
-    stepping = UserStepping(step, observe, u0, inputs, params, length)
+    stepping = UserStepping(step, observe, u0, inputs, params, steps, length)
+    if stepping.is_plain and steps > _MANY_STEPS and not any(map(is_device_array, stepping.args.state)):
+        _suggest_jit(stepping.places[0], steps)
     if steps == 0:
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Omit observe.")
@@ -514,6 +529,16 @@ def _scan(
 
 
 _opaque_scan = opaque(_scan)
+
+
+@functools.lru_cache(256)
+def _suggest_jit(place: str, steps: int) -> None:
+    """Log advice, the first time only."""
+    text = (
+        "timestepping.scan: %d steps of the function at %s are interpreted. If they consist of NumPy's functions and "
+        "messages, step = mpiad.jit(step) runs several of them as one compiled program."
+    )
+    _log.log(level_of_repeats(), text, steps, place)
 
 
 def _in_a_trace(
@@ -539,7 +564,7 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     for span in spans(stepping, 0, steps):
         state, observed = stepping.run(span, args.at(span, state))
         # Copies, since a later step may write into an observed state.
-        rows += [list(map(copy_of, row)) for row in observed]
+        rows += [own(stepping, row) for row in observed]
     return state, [stack(column) for column in zip(*rows)]
 
 
