@@ -312,9 +312,13 @@ class Jitted:
 
     @property
     def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is no program or if `refused` is true."""
+        """The number of operations of the largest program; 0 if there is no program or if `refused` is true.
+
+        If the function has been called in forward mode only, the programs are those of its derivatives.
+        """
         entries = [] if self.refused else [entry for entry in self._cache.entries.values() if entry is not None]
-        return max((len(entry.replays.schedule.program.nodes) for entry in entries), default=0)
+        programs = [len(entry.replays.schedule.program.nodes) for entry in entries]
+        return max(programs or [made.operations for made in self._derived.values()], default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""

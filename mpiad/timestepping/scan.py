@@ -321,26 +321,41 @@ class Loop:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def tangents(self, leaves: Sequence[Array], vectors: Array) -> Array:
-        """Return tangents along several directions: each step's Jacobian times all, since forward mode has no batches."""
+        """Return tangents along several directions, by Jacobians of a few steps, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
-        state, rows = args.state, []
+        state, rows, length = args.state, [], self.schedule.recorded
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
         tangents = [zero if g is None else g for zero, g in zip(zeros, along.state)]
-        # One step after another: several steps that run together on some ranks only would send messages in another order.
-        for number in range(self.steps):
-            span = Span(number, number + 1)
-            given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
+        for first in range(0, self.steps, length):
+            # As many steps as a reverse pass records at a time, since these are recorded, too.
+            block = Span(first, min(first + length, self.steps))
+            entries = [g if g is None else g[:, slice(*block)] for g in along.inputs]
+            given = [*tangents, *entries, *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
-            linear = self.linearized(span, args.at(span, state), active)
+            linear = self.linearized(block, [*state, *[leaf[slice(*block)] for leaf in args.inputs], *args.params], active)
             changes: list[Array] = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
-            rows.append(changes[len(state) :])
-        columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
+            rows += changes[len(state) :]
+        count = len(self.observed_specs or [])
+        columns = [*tangents, *[stack(rows[k::count], 1) for k in range(count)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
-    def linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
-        """Return the linearization of some steps with respect to the leaves with the indices `active`."""
-        return linearize(lambda *leaves: self._outputs(span, args.like(leaves)), tuple(active))(*args.all())
+    def linearized(self, block: Span, leaves: list[Array], active: list[int]) -> Linearization:
+        """Return the linearization of some steps with respect to the leaves with the indices `active`.
+
+        `leaves`: the state before the steps, their entries of the inputs, and the parameters.
+        """
+
+        def run(*leaves: Array) -> list[Array]:
+            args, observed = self._like.like(leaves), []
+            state = args.state
+            for span in spans(self.stepping, *block):
+                part = Span(span.first - block.first, span.stop - block.first)
+                state, rows = self.stepping.run(span, args.at(part, state))
+                observed += chain.from_iterable(rows)
+            return [*state, *observed]
+
+        return linearize(run, tuple(active))(*leaves)
 
     def _outputs(self, span: Span, args: Arguments) -> list[Array]:
         """Return the state after a span of steps, followed by the values that were observed after each step."""
@@ -447,7 +462,7 @@ def scan(
         is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again, so
         it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
         arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
-        functions, several steps are compiled as one program, unless `step` prints or changes lists, attributes or variables.
+        functions, several steps are compiled as one program, unless `step` prints or changes lists or attributes.
     u0 : pytree of arrays of floats
         The initial state. All states have the same shapes and dtypes.
     n_steps : int

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.timestepping import scan
+from mpiad.timestepping.scan import Loop
 from mpiad.timestepping.stepping import UserStepping
 
 pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
@@ -225,6 +226,14 @@ def test_an_observation_that_is_not_compiled_is_called_by_python(caplog, lengths
     assert f"test_functions_around_jitted.py:{observe.__code__.co_firstlineno}" in warnings[0]
 
 
+def _observed(u, a):
+    rows = []
+    for k in range(STEPS):
+        u = flux(u, a)
+        rows.append(u[:2] * k)
+    return anp.stack(rows)
+
+
 def test_one_rank_may_interpret(lengths):
     """The others run the same messages in programs of several steps."""
 
@@ -245,6 +254,13 @@ def test_one_rank_may_interpret(lengths):
         return anp.sum(v)
 
     np.testing.assert_allclose(found, mpiad.grad(plain, objective="sum")(0.5), rtol=1e-10)
+    # Several directions at once: the messages of a block of steps are those of all ranks.
+    v = np.array([1.0, -0.5, 2.0])
+    loop = mpiad.linearize(lambda a: scan(step, u, STEPS, a, observe=lambda u, k, a: u[:2] * k, checkpoints=4)[1])(0.5)
+    for _ in range(3):
+        products = loop.jvp(v, batch=True)
+    _, expected = mpiad.jvp(lambda a: _observed(u, a), 0.5, 1.0)
+    np.testing.assert_allclose(products, v[:, None, None] * expected, rtol=1e-11)
 
 
 @pytest.mark.serial
@@ -283,3 +299,47 @@ def test_states_of_other_shapes_are_an_error():
     for _ in range(2):
         with pytest.raises(ValueError, match="step must return a state like its argument u"):
             scan(lambda u, k: jitted(u, 0.5)[:-1], np.ones(CELLS), 60)
+
+
+@pytest.mark.serial
+def test_blocks_of_steps_are_linearized(monkeypatch):
+    """Several directions at once: as many steps at a time as are recorded in a gradient."""
+    blocks, linearized = [], Loop.linearized
+
+    def noted(self, block, leaves, active):
+        blocks.append(block)
+        return linearized(self, block, leaves, active)
+
+    monkeypatch.setattr(Loop, "linearized", noted)
+    u, directions = np.linspace(0.2, 1.0, CELLS), np.random.default_rng(0).standard_normal((3, STEPS, 2))
+
+    def loop(f):
+        step = lambda u, k, f: jitted(u, f[0]) + f[1]  # noqa: E731
+        return scan(step, u, STEPS, inputs=f, observe=lambda u, k: u**2, checkpoints=4)
+
+    def written_out(f):
+        v, rows = u, []
+        for k in range(STEPS):
+            v = flux(v, f[k][0]) + f[k][1]
+            rows.append(v**2)
+        return v, anp.stack(rows)
+
+    last, rows = mpiad.linearize(loop)(FORCES).jvp(directions, batch=True)
+    for k, direction in enumerate(directions):
+        expected = mpiad.jvp(written_out, FORCES, direction)[1]
+        np.testing.assert_allclose(last[k], expected[0], rtol=1e-10)
+        np.testing.assert_allclose(rows[k], expected[1], rtol=1e-10)
+    assert blocks == [(k, min(k + 4, STEPS)) for k in range(0, STEPS, 4)]
+
+
+@pytest.mark.serial
+def test_loops_that_only_forward_mode_has_run_have_several_steps_in_a_program(lengths):
+    advance = mpiad.jit(lambda u, k, a: anp.sin(u) * a)
+    for _ in range(2):
+        lengths.clear()
+        tangent = mpiad.jvp(lambda a: scan(advance, np.ones(3), STEPS, a), 0.9, 1.0)[1]
+    assert len(lengths) < 0.5 * STEPS
+    u, du = np.ones(3), np.zeros(3)
+    for _ in range(STEPS):
+        u, du = np.sin(u) * 0.9, np.cos(u) * du * 0.9 + np.sin(u)
+    np.testing.assert_allclose(tangent, du, rtol=1e-13)
