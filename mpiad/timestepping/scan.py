@@ -161,8 +161,7 @@ class _Cotangents:
         for k, g in zip(indices, cotangents):
             if k < self._states:
                 before[k] = g
-            # All floats of a recorded step are variables, but only leaves that are traced outside the loop need cotangents.
-            elif g is not None and k in self._sums:
+            elif g is not None:
                 if k < self._states + self._inputs:
                     # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
                     self._sums[k][slice(*span)] = g
@@ -297,7 +296,8 @@ class Loop:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
         args = args.at(span, state)
         leaves = args.all()
-        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        # Inputs and parameters that are constant outside of the loop need no cotangents.
+        indices = [*range(len(state)), *[k for k in self.active if k >= len(state)]]
         variables = Variables(leaves, indices, list)
         traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
         if traced.problem is not None:
