@@ -65,6 +65,7 @@ class Ground:
         self.laplacian = self.domain.laplacian(CELL, order=ORDER)
         self.depth, self.along = self.domain.coordinates(CELL)
         self.steps, self.checkpoints = options.steps, options.checkpoints
+        self.compiled = mpiad.jit(self.step)
 
         damping = sum(self.in_layer(axis, n) for axis, n in enumerate(self.domain.shape)) * DAMPING * STEP / 2
         self.before, self.after = 1 - damping, 1 / (1 + damping)
@@ -87,10 +88,10 @@ class Ground:
         squares = (self.depth - depth) ** 2 + (self.along - places[:, None, None]) ** 2
         return numpy.exp(-squares / (2 * CELL**2)) / (2 * numpy.pi)
 
-    def step(self, state, k, square, sources):
+    def step(self, state, k, sample, square, sources):
         """Return the pressure after the next step and before it; `square` is that of the way in a step."""
         u, before = state
-        force = square * self.laplacian(u) + self.wavelet[k] * sources
+        force = square * self.laplacian(u) + sample * sources
         return (2 * u - self.before * before + force) * self.after, u
 
     def observe(self, state, k, square, sources):
@@ -102,8 +103,9 @@ class Ground:
         still = numpy.zeros(sources.shape)
         square = (c * STEP) ** 2
         _, shares = scan(
-            self.step, (still, still), self.steps, square, sources, observe=self.observe, checkpoints=self.checkpoints
-        )
+            self.compiled, (still, still), self.steps, square, sources, inputs=self.wavelet, observe=self.observe,
+            checkpoints=self.checkpoints,
+        )  # fmt: skip
         return mpiad.mpi_allreduce(shares, comm=self.groups.comm)
 
 

@@ -19,6 +19,7 @@ import builtins
 import dis
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
@@ -464,6 +465,21 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
     return reader.watch
 
 
+# What code may do to objects that it reads, and the methods of containers that don't change them.
+_CHANGING = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_READING = {"copy", "count", "get", "index", "items", "keys", "values"}
+
+
+def survey(fun: Any, kind: type) -> tuple[bool, str]:
+    """Return whether a function reads an object of a class, and its effect besides its result, "" for none.
+
+    May raise HoldsTraced.
+    """
+    reader = _Survey(kind)
+    reader.read(fun)
+    return reader.reads, reader.effect
+
+
 def closed_over_numbers(fun: Any) -> dict[str, float]:
     """Return the variables of enclosing functions that a function uses and that are floats, by name."""
     if type(fun) is not FunctionType or not fun.__closure__:
@@ -557,6 +573,43 @@ class _WatchReader(FunctionReader):
         if name not in _OF_COMMUNICATORS:
             raise Unknown("bare communication")
         return None
+
+
+class _Survey(_WatchReader):
+    """A traversal for `survey`, which passes over objects that can't be followed, and ends at objects of the class."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind, self.reads, self.effect = kind, False, ""
+
+    def read(self, value: Any) -> None:
+        if isinstance(value, self._kind):
+            self.reads = True
+            return
+        with suppress(Unknown):
+            super().read(value)
+
+    def _chain(self, value: Any, attributes: Iterable[str]) -> None:
+        with suppress(Unknown):
+            super()._chain(value, attributes)
+
+    def _wrapped(self, value: Any) -> Any:
+        self.reads |= isinstance(value, self._kind)
+        return super()._wrapped(value)
+
+    def function(self, value: FunctionType) -> None:
+        operations = {each.opname for each in dis.get_instructions(value.__code__)}
+        if operations & _CHANGING or _assigns_outside(value.__code__):
+            self.effect = f"assigns variables or attributes in {value.__qualname__}"
+
+    def name(self, names: Mapping[str, Any], name: str) -> None:
+        if name == "print":
+            self.effect = "prints"
+
+    def attribute(self, value: Any, name: str) -> Any:
+        if isinstance(value, (list, dict, set, deque)) and name not in _READING:
+            self.effect = f"changes an object by the method {name}"
+        return super().attribute(value, name)
 
 
 def _is_communicator(value: Any) -> bool:

@@ -30,7 +30,7 @@ from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.signature import Arguments, arguments_of
+from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -96,7 +96,7 @@ class Listing:
 # returns `MISSED` if `Jitted.__call__` must handle the call: for other arguments, after a change of the closure, if all
 # replays are in use, or if calls are recorded or watched.
 MISSED: Any = object()
-_PLAIN = (np.ndarray, float, np.float64)
+_PLAIN = (np.ndarray, float, np.float64, int)
 
 
 def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any] | None:
@@ -116,6 +116,8 @@ def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any]
     for k, x in enumerate(args):
         names[f"t{k}"] = type(x)
         others.append(f"type(a{k}) is not t{k}")
+        if type(x) is int:
+            others.append(f"not {-MOST} < a{k} < {MOST}")
         if type(x) is np.ndarray:
             names[f"d{k}"] = x.dtype
             others.append(f"a{k}.dtype is not d{k} or a{k}.shape != {x.shape}")
@@ -230,6 +232,10 @@ class Jitted:
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
 
+    def rename(self, name: str) -> None:
+        """Set the name that messages show."""
+        self.__name__ = self._cache.name = name
+
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
 
@@ -295,15 +301,24 @@ class Jitted:
         return Listing(self.__name__, entry.replays)
 
     @property
+    def is_interpreted(self) -> bool:
+        """Whether some call can't be compiled."""
+        return bool(self._cache.reasons)
+
+    @property
     def refused(self) -> bool:
         """Whether some call can't be compiled, or only for fixed values of its integer arguments."""
         return bool(self._cache.reasons or self._cache.asked)
 
     @property
     def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is no program or if `refused` is true."""
+        """The number of operations of the largest program; 0 if there is no program or if `refused` is true.
+
+        If the function has been called in forward mode only, the programs are those of its derivatives.
+        """
         entries = [] if self.refused else [entry for entry in self._cache.entries.values() if entry is not None]
-        return max((len(entry.replays.schedule.program.nodes) for entry in entries), default=0)
+        programs = [len(entry.replays.schedule.program.nodes) for entry in entries]
+        return max(programs or [made.operations for made in self._derived.values()], default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
@@ -324,7 +339,8 @@ class Jitted:
         except Changed as change:
             with self._cache.changed(arguments.key, change, counts):
                 return self._cache.run(arguments)
-        if not arguments.kwargs and all(known is not entry for known, _ in self._fast_calls):
+        is_plain = not arguments.kwargs and len(arguments.traced) == len(arguments.leaves)
+        if is_plain and all(known is not entry for known, _ in self._fast_calls):
             call = fast_call(entry, arguments.args, made)
             if call is not None:
                 self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]

@@ -12,7 +12,8 @@ from mpiad._typing import Tree
 from mpiad.pytrees import FIELDS, LEAF_TYPES, flatten
 
 _boxes = Box.types
-_MOST = 2**62
+MOST = 2**62
+_ARRAYS_AND_NUMBERS = LEAF_TYPES | {int}
 _NUMBERS = (float, np.floating, np.complexfloating, complex)
 
 
@@ -56,7 +57,7 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Hashable, int]] = ()) -> Arguments:
     """Flatten a call's arguments; `asked`: integers on which the function branches, as pairs (form, leaf's position)."""
-    if not kwargs and LEAF_TYPES.issuperset(map(type, args)):  # the most common case
+    if not kwargs and _ARRAYS_AND_NUMBERS.issuperset(map(type, args)):  # the most common case
         leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
     else:
         (leaves, build), form = flatten((args, kwargs)), form_of((args, kwargs))
@@ -67,7 +68,7 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
             traced.append(place)
             key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
             continue
-        integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
+        integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < MOST
         if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
             traced.append(place)
             key.append(type(leaf))

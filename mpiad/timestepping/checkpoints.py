@@ -152,8 +152,10 @@ class CheckpointSchedule(NamedTuple):
     host: bool = False
 
 
-def schedule_of(value: int | CheckpointSchedule | None) -> CheckpointSchedule | None:
+def schedule_of(value: int | CheckpointSchedule | None, steps: int) -> CheckpointSchedule | None:
     """Return the user's argument `checkpoints` as a schedule, or None; raise a TypeError or ValueError if it is invalid."""
+    # The schedule depends on these two numbers alone: if it depended on sizes of arrays, ranks could communicate in
+    # different orders.
     if value is None:
         return None
     call, schedule = "timestepping.scan", value if isinstance(value, CheckpointSchedule) else CheckpointSchedule(value)
@@ -182,4 +184,21 @@ def schedule_of(value: int | CheckpointSchedule | None) -> CheckpointSchedule | 
         raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
-    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=recorded)
+    memory = int(schedule.memory)
+    if schedule is not value:
+        recorded = max(min(memory, -(-steps // (memory + 1))), 1)
+    return schedule._replace(memory=memory, disk=int(schedule.disk), recorded=recorded)
+
+
+def runs(steps: int, schedule: CheckpointSchedule) -> int:
+    """Return the number of steps that a loop and its gradient run, without the steps that are recorded.
+
+    Each step is recorded once, so this is the number of recomputed steps.
+    """
+    total, is_forward = 0, True
+    for action in actions(steps, schedule):
+        # The last steps run in the forward pass, too.
+        if isinstance(action, Advance) or is_forward and isinstance(action, Reverse):
+            total += action.stop - action.first
+            is_forward &= isinstance(action, Advance)
+    return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -21,12 +23,15 @@ from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
-from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
+from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, runs, schedule_of
 from mpiad.timestepping.snapshots import Snapshots, checksum, copy_of
-from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
+from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, own, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
+from mpiad.transport.world import level_of_repeats
+
+_log = logging.getLogger("mpiad")
 
 
 def _described(specs: list[Spec]) -> str:
@@ -49,7 +54,7 @@ class _CheckpointedRun:
                 break
             self._perform(action, loop, args, observed)
         # The last steps run twice from this state: in the forward pass, and recorded in `reversed`.
-        self.state = list(map(copy_of, self.state))
+        self.state = own(loop.stepping, self.state)
         self._shares = False
 
     def shared(self, loop: Loop) -> _CheckpointedRun:
@@ -87,11 +92,11 @@ class _CheckpointedRun:
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: list[Array] | None) -> None:
         if isinstance(action, Keep):
-            self._snapshots.keep(action.number, self.state, action.on_disk)
+            self._snapshots.keep(action.number, self.state, action.on_disk, loop.stepping.is_pure)
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last and not self._shares else list(map(copy_of, state))
+            self.state = state if action.last and not self._shares else own(loop.stepping, state)
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -156,8 +161,7 @@ class _Cotangents:
         for k, g in zip(indices, cotangents):
             if k < self._states:
                 before[k] = g
-            # All floats of a recorded step are variables, but only leaves that are traced outside the loop need cotangents.
-            elif g is not None and k in self._sums:
+            elif g is not None:
                 if k < self._states + self._inputs:
                     # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
                     self._sums[k][slice(*span)] = g
@@ -195,6 +199,9 @@ class Loop:
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
+        if self._recorded and _log.isEnabledFor(logging.INFO):
+            text = "timestepping.scan: the gradient of %d steps recomputes %d steps, and records %d steps at a time."
+            _log.info(text, steps, runs(steps, schedule), min(schedule.recorded, steps))
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
         # They do if the current tape is that of `linearize`, or that of a gradient in `make_hvp`.
         passes = [tape.passes for tape in (tracing.tape, tracing.tape and tracing.tape.outer) if tape is not None]
@@ -223,7 +230,7 @@ class Loop:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
-        state = self.run(Span(first, self.steps), args, list(map(copy_of, state)), observed)
+        state = self.run(Span(first, self.steps), args, own(self.stepping, state), observed)
         self.last_checksums = list(map(checksum, state)) if self._recorded else []
         return self._results.vector([*state, *observed])
 
@@ -254,7 +261,7 @@ class Loop:
 
         A TypeError is raised if a step uses a traced value that isn't an argument.
         """
-        for part in spans(self.stepping, *span):
+        for part in spans(self.stepping, *span, recorded=False):
             state, rows = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
                 raise TypeError(
@@ -289,7 +296,8 @@ class Loop:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
         args = args.at(span, state)
         leaves = args.all()
-        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        # Inputs and parameters that are constant outside of the loop need no cotangents.
+        indices = [*range(len(state)), *[k for k in self.active if k >= len(state)]]
         variables = Variables(leaves, indices, list)
         traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
         if traced.problem is not None:
@@ -313,26 +321,41 @@ class Loop:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def tangents(self, leaves: Sequence[Array], vectors: Array) -> Array:
-        """Return tangents along several directions: each step's Jacobian times all, since forward mode has no batches."""
+        """Return tangents along several directions, by Jacobians of a few steps, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
-        state, rows = args.state, []
+        state, rows, length = args.state, [], self.schedule.recorded
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
         tangents = [zero if g is None else g for zero, g in zip(zeros, along.state)]
-        # One step after another: several steps that run together on some ranks only would send messages in another order.
-        for number in range(self.steps):
-            span = Span(number, number + 1)
-            given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
+        for first in range(0, self.steps, length):
+            # As many steps as a reverse pass records at a time, since these are recorded, too.
+            block = Span(first, min(first + length, self.steps))
+            entries = [g if g is None else g[:, slice(*block)] for g in along.inputs]
+            given = [*tangents, *entries, *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
-            linear = self.linearized(span, args.at(span, state), active)
+            linear = self.linearized(block, [*state, *[leaf[slice(*block)] for leaf in args.inputs], *args.params], active)
             changes: list[Array] = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
-            rows.append(changes[len(state) :])
-        columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
+            rows += changes[len(state) :]
+        count = len(self.observed_specs or [])
+        columns = [*tangents, *[stack(rows[k::count], 1) for k in range(count)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
-    def linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
-        """Return the linearization of some steps with respect to the leaves with the indices `active`."""
-        return linearize(lambda *leaves: self._outputs(span, args.like(leaves)), tuple(active))(*args.all())
+    def linearized(self, block: Span, leaves: list[Array], active: list[int]) -> Linearization:
+        """Return the linearization of some steps with respect to the leaves with the indices `active`.
+
+        `leaves`: the state before the steps, their entries of the inputs, and the parameters.
+        """
+
+        def run(*leaves: Array) -> list[Array]:
+            args, observed = self._like.like(leaves), []
+            state = args.state
+            for span in spans(self.stepping, *block):
+                part = Span(span.first - block.first, span.stop - block.first)
+                state, rows = self.stepping.run(span, args.at(part, state))
+                observed += chain.from_iterable(rows)
+            return [*state, *observed]
+
+        return linearize(run, tuple(active))(*leaves)
 
     def _outputs(self, span: Span, args: Arguments) -> list[Array]:
         """Return the state after a span of steps, followed by the values that were observed after each step."""
@@ -417,6 +440,7 @@ defjvp_together(_reversed, _reversed_tangent)
 
 
 _Schedule: TypeAlias = int | CheckpointSchedule | None
+_MANY_STEPS = 50  # the number of interpreted steps above which scan suggests jit
 _MAX_UNROLLED = 50  # maximum number of steps for which a loop without checkpoints is unrolled in a compiled function
 
 
@@ -437,7 +461,8 @@ def scan(
         ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
         is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again, so
         it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
-        arguments of `step`, not in its closure.
+        arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
+        functions, several steps are compiled as one program, unless `step` prints or changes lists or attributes.
     u0 : pytree of arrays of floats
         The initial state. All states have the same shapes and dtypes.
     n_steps : int
@@ -448,11 +473,14 @@ def scan(
         Step k gets entry k of each array; differentiable. The reverse pass of step k computes the cotangent of entry k
         only, whereas it computes the cotangents of whole arrays in `params`.
     observe : callable, optional
-        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
+        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats. It is
+        compiled with the steps if possible.
     checkpoints : int or CheckpointSchedule, optional
         The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
-        The other states are recomputed with the minimum number of steps; with `n_steps` or more stored states every step
-        runs twice. By default all intermediate values of the steps are stored, and no step runs again.
+        With a number c, the reverse pass also stores the intermediate values of min(c, ⌈n_steps / (c + 1)⌉) steps.
+        The other states are recomputed with the minimum number of steps, which is logged at level INFO; with
+        √n_steps or more stored states every step runs about twice. By default all intermediate values of the steps are
+        stored, and no step runs again.
 
     Returns
     -------
@@ -498,9 +526,11 @@ def _scan(
     step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: _Schedule
 ) -> Tree:
     _check_arguments(step, u0, n_steps, inputs, observe)
-    steps, schedule = int(n_steps), schedule_of(checkpoints)
+    steps, schedule = int(n_steps), schedule_of(checkpoints, int(n_steps))
     length = schedule.recorded if schedule is not None and schedule.recorded > 1 else steps
-    stepping = UserStepping(step, observe, u0, inputs, params, length)
+    stepping = UserStepping(step, observe, u0, inputs, params, steps, length)
+    if stepping.is_plain and steps > _MANY_STEPS and not any(map(is_device_array, stepping.args.state)):
+        _suggest_jit(stepping.places[0], steps)
     if steps == 0:
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Omit observe.")
@@ -514,6 +544,16 @@ def _scan(
 
 
 _opaque_scan = opaque(_scan)
+
+
+@functools.lru_cache(256)
+def _suggest_jit(place: str, steps: int) -> None:
+    """Log advice, the first time only."""
+    text = (
+        "timestepping.scan: %d steps of the function at %s are interpreted. If they consist of NumPy's functions and "
+        "messages, step = mpiad.jit(step) runs several of them as one compiled program."
+    )
+    _log.log(level_of_repeats(), text, steps, place)
 
 
 def _in_a_trace(
@@ -539,7 +579,7 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     for span in spans(stepping, 0, steps):
         state, observed = stepping.run(span, args.at(span, state))
         # Copies, since a later step may write into an observed state.
-        rows += [list(map(copy_of, row)) for row in observed]
+        rows += [own(stepping, row) for row in observed]
     return state, [stack(column) for column in zip(*rows)]
 
 

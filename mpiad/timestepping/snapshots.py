@@ -351,8 +351,8 @@ class Snapshots:
         other._memory = dict(self._memory)
         return other
 
-    def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
-        """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
+    def keep(self, number: int, state: Sequence[Array], on_disk: bool, is_constant: bool) -> None:
+        """Store a state, a copy unless it `is_constant`; raise an OSError, or a FloatingPointError for float32 overflow."""
         moved = self._schedule.host or self._schedule.compress or on_disk
         devices = [arrays_of(leaf) if moved else None for leaf in state]
         arrays = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
@@ -370,7 +370,7 @@ class Snapshots:
         else:
             # Uncompressed leaves are copied, since a step may return the same buffer each time.
             self._memory[number] = [
-                item._replace(arrays=[copy_of(leaf)]) if item.arrays[0] is leaf else item
+                item._replace(arrays=[copy_of(leaf)]) if item.arrays[0] is leaf and not is_constant else item
                 for item, leaf in zip(leaves, state)
             ]
 

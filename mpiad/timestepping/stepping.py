@@ -1,13 +1,17 @@
 """Steps of a loop on lists of arrays: the user's steps, whose results are checked, and the same steps with tangents.
 
-If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers in
-which halos are exchanged, but within one program a field is computed directly in the memory that the next step reads. One
-program for several steps also accumulates the cotangents of parameters in compiled loops, and has less Python overhead.
+If the step function is jitted, or calls jitted functions and has a compiled form, several steps may run as one program.
+Separate programs copy fields into the buffers in which halos are exchanged, but within one program a field is computed
+directly in the memory that the next step reads. One program for several steps also accumulates the cotangents of parameters
+in compiled loops, and has less Python overhead. It contains the observations, too; an observation that can't be compiled is
+called by Python, on the states that the program returns.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Array, Function, Tree
@@ -16,11 +20,14 @@ from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, named_leaves
+from mpiad.timestepping.snapshots import copy_of
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
 _MAX_STEPS, _MAX_OPERATIONS = 32, 600
+# The ratio of the numbers of steps of different programs.
+_RATIO = 4
 
 
 class Span(NamedTuple):
@@ -58,12 +65,17 @@ Stepping: TypeAlias = "UserStepping | TangentStepping"
 """An object that advances a state by some steps, without or with tangents."""
 
 
-def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield the spans of steps that run together, in order."""
+def own(stepping: Stepping, state: Sequence[Array]) -> list[Array]:
+    """Return a state that no step changes: copies if a step may write into its argument or return the same buffer again."""
+    return list(state) if stepping.is_pure else list(map(copy_of, state))
+
+
+def spans(stepping: Stepping, first: int, stop: int, recorded: bool = True) -> Iterator[Span]:
+    """Yield the spans of steps that run together, in order; `recorded`: whether they are recorded for a reverse pass."""
     while first < stop:
-        count = stepping.together
-        # Remaining steps run one by one, since a different number of steps would need another program.
-        span = Span(first, first + count if count <= stop - first else first + 1)
+        # Remaining steps run one by one, since each number of steps needs another program.
+        counts = stepping.together[:1] if recorded else stepping.together[::-1]
+        span = Span(first, first + next((count for count in counts if count <= stop - first), 1))
         yield span
         first = span.stop
 
@@ -71,15 +83,19 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
 class UserStepping:
     """The user's step and observation: ``advance(state, number, *input, *params)``, ``observe(state, number, *params)``."""
 
-    def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
-        # `length`: the number of steps that the schedule of checkpoints records at a time if it is more than one, otherwise
-        # the number of all steps of the loop. One or several programs run these steps.
-        self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may be compiled into one program.
-        self._compiled = all(hasattr(fun, "derived") for fun in (advance, observe) if fun is not None)  # by `mpiad.jit`
+    def __init__(
+        self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, steps: int, length: int
+    ):
+        # `length`: the number of steps that are recorded at a time; one or several programs run these steps.
+        self._length = length
+        self._advance, self._observe, self._has_inputs, self._steps = advance, observe, inputs is not None, steps
+        # The compiled forms of `step`, and of `observe` if there is one of `step`.
+        self._form = compiled_form(advance, calls_jitted=True)
+        self._form_of_observe = None if self._form is None else compiled_form(observe, calls_jitted=False)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
+        self._params, self._counts, self._segments, self._variables = params, None, {}, []
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -89,49 +105,96 @@ class UserStepping:
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
-    def together(self) -> int:
-        """The number of steps that can run together: 1 before the first step, or if several steps can't be compiled."""
-        if not self._compiled or tracing.recorder is not None or not self._advance.operations:
-            return 1
-        length, max_count = self._length, min(_MAX_STEPS, self._length, max(_MAX_OPERATIONS // self._advance.operations, 1))
-        # The number with the smallest remainder is chosen, since the remaining steps run one by one.
-        count = min(range(max_count, max_count // 2, -1), key=lambda count: length % count)
-        return count if count > 1 and not self._several(count).refused else 1
+    def is_plain(self) -> bool:
+        """Whether the step neither is compiled nor calls jitted functions."""
+        return self._form is None and tracing.recorder is None
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether steps are known to leave their arguments unchanged and to return new arrays, as compiled functions do."""
+        forms = [self._form] if self._observe is None else [self._form, self._observe_form]
+        return all(form is not None and form.jitted.operations for form in forms)
+
+    @property
+    def together(self) -> list[int]:
+        """The numbers of steps that can run together, in increasing order; the first one for steps that are recorded.
+
+        The numbers don't contain those of segments that can't be compiled; there are none before the first step.
+        """
+        if self._counts is None and self._form is not None and tracing.recorder is None:
+            operations = self._form.jitted.operations
+            if operations:
+                most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1))
+                max_count = min(most, self._length)
+                # The number with the smallest remainder is chosen, since the remaining steps run one by one.
+                count = min(range(max_count, max_count // 2, -1), key=lambda count: self._length % count)
+                self._counts = [count] if count > 1 else []
+                while self._counts and _RATIO * self._counts[-1] <= min(most, self._steps):
+                    self._counts.append(_RATIO * self._counts[-1])
+        return [count for count in self._counts or () if not self._several(count).refused]
 
     def _several(self, count: int) -> Any:
-        """Return a compiled function of (state, first number, inputs or None, params) that runs `count` steps."""
-        advance, observe, has_inputs = self._advance, self._observe, self._has_inputs
-        key = observe, has_inputs, count
-        return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, has_inputs, count), True)
+        """Return the compiled function that runs `count` steps."""
+        segment = self._segments.get((count, self._observe_form))
+        if segment is None:
+            from mpiad.programs.signature import form_of  # see `compiled_form`
+
+            step, observe, has_inputs = self._form, self._observe_form, self._has_inputs
+            observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
+            variables = step.variables, () if observe is None else observe.variables
+            tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
+            build = flatten(tree)[1]
+            make = partial(_steps, step.jitted.fun, observed, has_inputs, count, build, self._specs, self._names)
+            segment = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True)
+            self._segments[count, observe], self._variables = segment, flatten(variables)[0]
+        return segment
+
+    @property
+    def _observe_form(self) -> Any:
+        """The compiled form of `observe`; None if Python calls it on the states that the steps return."""
+        form = self._form_of_observe
+        return None if form is None or form.jitted.refused else form
 
     def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after a span of steps, and the values observed after each step; raise if a state is invalid."""
-        params = self._build_params(args.params)
-        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
-        first, stop = span
+        (first, stop), observe = span, self._observe_form
         if stop > first + 1:
-            advance_span = self._several(stop - first)
-            state, observed = advance_span(self.build_state(args.state), first, *(entry or (None,)), params)
+            segment = self._several(stop - first)
+            state, observed = segment(first, *self._variables, *args.state, *args.inputs, *args.params)
         else:
-            state = self._advance(self.build_state(args.state), first, *entry, *params)
-            observed = [] if self._observe is None else [self._observe(state, first, *params)]
+            params = self._build_params(args.params)
+            entry = (self._build_input(args.inputs),) if self._has_inputs else ()
+            advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
+            tree = advance(self.build_state(args.state), first, *entry, *params)
+            state = flatten(tree)[0]
+            observed = [] if self._observe is None else [tree if observe is None else observe(tree, first, *params)]
+        if self._observe is not None and observe is None:
+            params = self._build_params(args.params)
+            observed = [self._observe(each, first + k, *params) for k, each in enumerate(observed)]
         rows = []
         for tree in observed:
             leaves, self.build_observed = flatten(tree)
             rows.append(leaves)
-        return self._checked(flatten(state)[0], stop - 1), rows
+        return _checked(state, self._specs, self._names, stop - 1), rows
 
-    def _checked(self, leaves: list[Array], number: int) -> list[Array]:
-        if len(leaves) != len(self._specs):
-            raise TypeError(
-                f"timestepping.scan: step must return a state like its argument u, which has {len(self._specs)} "
-                f"array(s), but in step {number} it returned {len(leaves)}."
-            )
-        for leaf, spec, name in zip(leaves, self._specs, self._names):
-            if not is_variable(leaf) or _spec(leaf) != spec:
-                # The message shows the plain value, since the repr of a traced value is uninformative.
-                raise _wrong_state(stop_gradient(leaf), spec, name, number)
+
+def _checked(leaves: list[Array], specs: list[Spec], names: list[str], number: int) -> list[Array]:
+    """Return the state after step `number`; raise an error unless its leaves have these specs."""
+    is_same = len(leaves) == len(specs) and all(
+        is_variable(leaf) and _spec(leaf) == spec for leaf, spec in zip(leaves, specs)
+    )
+    if is_same:
         return leaves
+    if tracing.recorder is not None:
+        tracing.recorder.refuse("the step changes the structure, shapes or dtypes of the state")
+    if len(leaves) != len(specs):
+        raise TypeError(
+            f"timestepping.scan: step must return a state like its argument u, which has {len(specs)} "
+            f"array(s), but in step {number} it returned {len(leaves)}."
+        )
+    leaf, spec, name = next(x for x in zip(leaves, specs, names) if not is_variable(x[0]) or _spec(x[0]) != x[1])
+    # The message shows the plain value, since the repr of a traced value is uninformative.
+    raise _wrong_state(stop_gradient(leaf), spec, name, number)
 
 
 def _spec(leaf: Array) -> Spec:
@@ -162,14 +225,19 @@ class TangentStepping(NamedTuple):
     params: list[int]
 
     @property
-    def together(self) -> int:
-        """The number of steps that can run together."""
+    def together(self) -> list[int]:
+        """The numbers of steps that can run together."""
         return self.plain.together
 
     @property
     def places(self) -> tuple[str, ...]:
         """The lines of `step` and `observe`."""
         return self.plain.places
+
+    @property
+    def is_pure(self) -> bool:
+        """See `UserStepping`."""
+        return self.plain.is_pure
 
     def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after a span of steps, and the values observed after each step, both followed by tangents."""
@@ -185,16 +253,37 @@ class TangentStepping(NamedTuple):
         return [*state, *state_tangents], [[*row, *row_tangent] for row, row_tangent in zip(rows, row_tangents)]
 
 
-def _steps(advance: Function, observe: Function | None, has_inputs: bool, count: int) -> Function:
-    def steps(state: Tree, first: int, inputs: Tree, params: tuple) -> tuple[Tree, list[Tree]]:
-        leaves, build = flatten(inputs) if has_inputs else ([], list)
+def compiled_form(fun: Function | None, calls_jitted: bool) -> Any:
+    """Return the compiled form of a function, None if it hasn't one; see `mpiad.programs.compiled_forms`."""
+    # Programs without jit don't need this package, so they don't import it.
+    if fun is None or "mpiad.programs" not in sys.modules:
+        return None
+    from mpiad.programs import compiled_forms
+
+    return compiled_forms.compiled_form(fun, calls_jitted)
+
+
+def _state_itself(state: Tree, number: int, *params: Tree) -> Tree:
+    return state
+
+
+def _steps(
+    advance: Function, observe: Function | None, has_inputs: bool, count: int, build: Callable, specs: list[Spec],
+    names: list[str],
+) -> Function:  # fmt: skip
+    """Return the function of the first number and all leaves that runs `count` steps."""
+
+    def steps(first: int, *leaves: Array) -> tuple[list[Array], list[Tree]]:
+        variables, variables_of_observe, state, inputs, params = build(leaves)
+        entries, build_input = flatten(inputs) if has_inputs else ([], list)
         observed = []
         for k in range(count):
-            entry = (build([leaf[k] for leaf in leaves]),) if has_inputs else ()
-            state = advance(state, first + k, *entry, *params)
+            entry = (build_input([leaf[k] for leaf in entries]),) if has_inputs else ()
+            state = advance(*variables, state, first + k, *entry, *params)
+            _checked(flatten(state)[0], specs, names, first + k)
             if observe is not None:
-                observed.append(observe(state, first + k, *params))
-        return state, observed
+                observed.append(observe(*variables_of_observe, state, first + k, *params))
+        return flatten(state)[0], observed
 
     steps.__name__ = getattr(advance, "__name__", "step")
     return steps

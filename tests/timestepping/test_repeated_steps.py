@@ -71,7 +71,7 @@ def test_steps_with_other_results_are_an_error_that_names_the_line(make, schedul
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("schedule", [2, 4, CheckpointSchedule(1, 3)])
+@pytest.mark.parametrize("schedule", [CheckpointSchedule(2), CheckpointSchedule(4), CheckpointSchedule(1, 3)])
 def test_a_step_that_changes_late_is_noticed_too(schedule):
     with pytest.raises(RuntimeError, match="the state after step [0-9]+ changed"):
         _gradient(_late_counter(), np.ones(5), schedule)
@@ -99,7 +99,7 @@ def test_compiled_steps_and_device_arrays_are_compared():
         calls.append(k)
         return u if len(calls) <= STEPS else 1.001 * u
 
-    with pytest.raises(RuntimeError, match="the observed values after step 19 changed"):
+    with pytest.raises(RuntimeError, match="the observed values after step 1[69] changed"):
         _gradient(mpiad.jit(lambda u, k, c: u * c), np.ones(500), 4, observe)
     for size in (5, 500):
         with pytest.raises(RuntimeError, match="the state after step 19 changed"):

@@ -132,7 +132,7 @@ def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
         calls["plain" if mpiad.stop_gradient(u) is u else "traced"] += 1
         return u * c + k
 
-    mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.9)
+    mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=CheckpointSchedule(kept)))(0.9)
     # The last step once more: its value is needed before its derivative.
     assert calls == {"plain": least(steps, kept) + 1, "traced": steps}
 
@@ -189,3 +189,27 @@ def test_loops_return_their_memory_with_the_gradient():
     first = pull(1.0)
     assert loops[0]._stored is None
     assert pull(1.0) == first == pytest.approx(9 * 0.9**8)
+
+
+@pytest.mark.parametrize(
+    "steps, kept, recorded", [(50, 4, 4), (90, 20, 5), (20, 20, 1), (20, 19, 1), (7, 1, 1), (40, 8, 5)]
+)
+@pytest.mark.interpreted
+def test_a_number_of_checkpoints_is_also_the_number_of_steps_recorded_together(caplog, steps, kept, recorded):
+    """At most as many steps as states are recorded at a time, and no more than fill the gaps between the states."""
+    calls, caplog_level = [], caplog.at_level("INFO", "mpiad")
+
+    def advance(u, k, c):
+        calls.append((mpiad.stop_gradient(u) is not u, k))
+        return u * c + anp.sin(u) * k
+
+    with caplog_level:
+        found = mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.3)
+    traced = [k for is_traced, k in calls if is_traced]
+    starts = [k for k, before in zip(traced, [None, *traced]) if before is None or k != before + 1]
+    assert starts == list(range(0, steps, recorded))[::-1]
+    # Blocks of steps are scheduled like steps; the last block runs in the forward pass, too.
+    blocks, rest = -(-steps // recorded), steps % recorded or recorded
+    assert len(calls) - steps == least(blocks, kept) * recorded + rest
+    assert f"recomputes {len(calls) - steps} steps" in caplog.text
+    assert found == pytest.approx(mpiad.grad(lambda c: scan(advance, 1.0, steps, c))(0.3), rel=1e-12)
