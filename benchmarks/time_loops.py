@@ -239,7 +239,7 @@ def bodies(count: int) -> Loop:
 
 def repeated(steps: int) -> float:
     """Return the number of steps that run in addition to those of a gradient without checkpoints, by that of all steps."""
-    performed = list(actions(steps, schedule_of(CHECKPOINTS)))
+    performed = list(actions(steps, schedule_of(CHECKPOINTS, steps)))
     # All steps are recorded once, as without checkpoints. The forward run records none; its last steps aren't an action.
     advanced = sum(action.stop - action.first for action in performed if isinstance(action, Advance))
     return (advanced + next(action.stop - action.first for action in performed if isinstance(action, Reverse))) / steps
