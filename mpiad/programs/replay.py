@@ -285,7 +285,7 @@ class Replay:
             if not isinstance(call, Step):  # a request that another program started
                 return {}, {at}
             params, out = call.args[1], next(iter(step.results), None)
-            if is_numbered(params):
+            if is_numbered(params) or call.fun in (ISEND, IRECV):  # requests without a partner have no number
                 numbered.add(at)
             if call.fun is ISEND and request >= 0:
                 # The sent values, which the wait returns, would have to be kept.

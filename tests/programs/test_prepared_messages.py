@@ -136,6 +136,22 @@ def test_values_that_were_sent(rank, size, rng):
         assert_same(compiled(x), interpreted(x), 1e-12)
 
 
+def test_a_request_without_a_partner_beside_large_messages(rank, size, rng):
+    """The start and the wait of a request are both prepared, or none of them."""
+    before, after = neighbors(rank, size)
+
+    def fun(x):
+        large = anp.concatenate([x] * 200)
+        started = [mpiad.mpi_irecv(large, before), mpiad.mpi_isend(large, after), mpiad.mpi_irecv(x, None)]
+        received, sent, zeros = mpiad.mpi_waitall(started)
+        return anp.sum(received**2 * sent) + anp.sum(zeros + x)
+
+    compiled, interpreted = (mpiad.grad(f, objective="sum") for f in (mpiad.jit(fun, strict=True), fun))
+    for _ in range(3):
+        x = rng.standard_normal(4)
+        assert_same(compiled(x), interpreted(x), 1e-12)
+
+
 @pytest.mark.parametrize("way", ["recv", "irecv", "exchange"])
 def test_a_message_of_another_size(way, rank, size):
     """The sender's program is another one than in earlier runs: the receiver's raises the error of its line."""
