@@ -69,17 +69,16 @@ class LimitedMemory:
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
         self._coefficients, self._direction_computed = np.zeros(1), False
         self._largest_norm = 0.0  # largest gradient norm since the last computation of products from the rows
-        self._stored_gradient: Array | None = None
 
     def store_gradient(self, point: Point) -> None:
-        """Copy the gradient of the last trial point, since the next trial overwrites its row."""
-        self._stored_gradient = copied(self.vectors.memory[self.ring.trial])
+        """Copy the gradient of the last trial point to the unused row of its slot: the next trial overwrites it."""
+        np.copyto(self.vectors.memory[self.ring.trial + 1], self.vectors.memory[self.ring.trial])
         point.stored = True
 
     def restore_gradient(self, point: Point) -> None:
         """Restore a stored gradient to the row for trial points."""
         if point.stored:
-            np.copyto(self.vectors.memory[self.ring.trial], self._stored_gradient)  # type: ignore[arg-type]
+            np.copyto(self.vectors.memory[self.ring.trial], self.vectors.memory[self.ring.trial + 1])
             point.stored = False
 
     def gradient(self, point: Point) -> Array:

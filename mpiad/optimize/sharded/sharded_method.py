@@ -85,6 +85,7 @@ class ShardedMethod(ABC, Generic[P]):
             if self._box is not None:
                 self._box.project(start)
             point = self._evaluated(start, None)
+            del start
             if point.finite:
                 self._begin(point)
             self._iterates.record.add(point, self.count, point.length)

@@ -73,8 +73,7 @@ class Sharded(Solve):
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Return the result on all ranks, or raise an exception on all ranks."""
         packing, settings = self._arguments.packing, self._arguments.settings
-        start = packing.pack(self._arguments.start)
-        files = StateFiles(self._arguments.checkpoint, self._identity(start), self.channel, self.agreement)
+        files = StateFiles(self._arguments.checkpoint, self._identity(self._start()), self.channel, self.agreement)
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         bounded, with_callback = self._totals.sums(np.array([self._arguments.box is not None, callback is not None], float))
         record = Record(progress if self._totals.is_root else None)
@@ -83,11 +82,11 @@ class Sharded(Solve):
         if box is not None and isinstance(packing, DevicePacking):
             box = Box(*map(packing.xp.to_device, box))
         if isinstance(settings, MMASettings):
-            return self._by_mma(settings, start, iterates, files, box or Box(start, start))
+            return self._by_mma(settings, self._start(), iterates, files, box or Box(self._start(), self._start()))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, self._totals, settings)
             solve = NewtonCG(derivatives, iterates, files, box)
-            point, ending = solve.run(start)
+            point, ending = solve.run(self._start())
             result = self._result(point, point.gradient, ending, solve.count, iterates)
             result.nhev = result.evaluations["product"] = derivatives.products
             return result
@@ -104,11 +103,16 @@ class Sharded(Solve):
                     "minimize: method 'L-BFGS-sharded' supports either bounds or constraints, but got both. Use "
                     "'MMA-sharded' with an inequality that is active at the solution."
                 )
-            evaluation = LinearEquality(self._arguments.constraints, self._evaluation, self._totals, start)
-            start = evaluation.start(start)
+            evaluation = LinearEquality(self._arguments.constraints, self._evaluation, self._totals, self._start())
         lbfgs = LBFGS(evaluation, memory, iterates, settings, files)
-        point, ending = lbfgs.run(start)
+        is_free = isinstance(evaluation, Evaluation)
+        # Only the method refers to the start, so that its memory is released after the first step.
+        point, ending = lbfgs.run(self._start() if is_free else evaluation.start(self._start()))
         return self._result(point, memory.gradient(point), ending, lbfgs.count, iterates)
+
+    def _start(self) -> Array:
+        """Return this rank's variables at the start as a new vector."""
+        return self._arguments.packing.pack(self._arguments.start)
 
     def _by_mma(
         self, settings: MMASettings, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
