@@ -199,8 +199,8 @@ def _multiples(interval: float, start: Array, end: Array) -> Array:
     if (start != start[0]).any() or (end != end[0]).any():
         rows = [_multiples(interval, start[i : i + 1], end[i : i + 1]) for i in range(len(start))]
         times = np.full((len(rows), max(map(len, rows))), np.nan)
-        for row, own in zip(times, rows):
-            row[: len(own)] = own
+        for row, multiples in zip(times, rows):
+            row[: len(multiples)] = multiples
         return times
     span = float(end[0] - start[0])
     # The last multiple of the interval may differ from the end by rounding.
@@ -255,8 +255,8 @@ def is_on_device(batch: Batch) -> bool:
 
 def with_states_on_device(batch: Batch) -> Batch:
     """Return a batch, which may be traced, with the states on the device of the parameters, if these are on a device."""
-    found = [arrays_of(getval(leaf)) for leaf in batch.p.leaves]
-    xp = next(filter(None, found), None)
+    modules = [arrays_of(getval(leaf)) for leaf in batch.p.leaves]
+    xp = next(filter(None, modules), None)
     return batch if xp is None or is_device_array(getval(batch.u0)) else batch._replace(u0=array_to_device(batch.u0, xp))
 
 
@@ -273,8 +273,8 @@ def check_place(batch: Batch) -> None:
 
 
 def _device_of(x: Array) -> str:
-    found = arrays_of(x)
-    return "on the host" if found is None else f"on device {found.device} ({found.name})"
+    arrays = arrays_of(x)
+    return "on the host" if arrays is None else f"on device {arrays.device} ({arrays.name})"
 
 
 def two_at_least(count: int) -> Array:

@@ -114,20 +114,20 @@ class Derivative:
 
 def of_each(f: Function, shape: Shape, u: Array, p: Tree, t: Array) -> Array:
     """Return the derivatives of flattened states, shape (d, n), by one call of f per state; arguments may be traced."""
-    found: list[Any] = []
+    columns: list[Any] = []
     comparable = type(u) is type(t) is np.ndarray and not isinstance(p, Columns)
     for j in range(u.shape[1]):
         # The working set has at least two columns: a single state is duplicated, and the copy needs no call of f.
         if j and comparable and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
-            found.append(found[0])
+            columns.append(columns[0])
             continue
         state = locked(anp.reshape(np.ascontiguousarray(u[:, j]) if type(u) is np.ndarray else u[:, j], shape))
         value: Any = f(state, p.column(j) if isinstance(p, Columns) else p, t[j])
         value = array(value) if isinstance(value, (list, tuple)) else value
         if np.shape(value) != shape:
             raise ValueError(f"solve: f returned shape {np.shape(value)} for u of shape {shape}; they must be equal.")
-        found.append(anp.reshape(value, (-1, 1)))
-    return concatenate(found, axis=1)
+        columns.append(anp.reshape(value, (-1, 1)))
+    return concatenate(columns, axis=1)
 
 
 class Columns:

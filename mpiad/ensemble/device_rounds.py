@@ -72,12 +72,12 @@ class SaveTimes:
         """Return `count` slots and times per column for a step, with slots from `place` on; `most`: the largest count."""
         xp: Any = arrays_of(t)
         k = xp.arange(most)[:, None]
-        used = k < count
-        slot = np.where(used, place + k, self.count)
+        is_slot = k < count
+        slot = np.where(is_slot, place + k, self.count)
         index = np.minimum(slot, self.count - 1)  # the additional slot has no time; any valid index will do
         times = self._signed_times[index] if self._signed_times.ndim == 1 else self._signed_times[ids, index]
-        at_end = used & (times == t_new)
-        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
+        at_end = is_slot & (times == t_new)
+        x = np.where(is_slot, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
         return Due(slot, x, at_end)
 
 
@@ -202,11 +202,11 @@ class DeviceObservers:
         if crossings:
             columns = np.flatnonzero(crossed.any(axis=0))  # type: ignore[union-attr]
             kept = self._watch.bracketed(step, columns, crossed)  # type: ignore[union-attr]
-            found = self._watch.cut(kept)  # type: ignore[union-attr]
-            located = [event._replace(columns=columns[event.columns]) for event in found.located]
-            if found.ended is not None:  # events shorten steps
+            step_events = self._watch.cut(kept)  # type: ignore[union-attr]
+            located = [event._replace(columns=columns[event.columns]) for event in step_events.located]
+            if step_events.ended is not None:  # events shorten steps
                 t_new, terminated = step.t_new.copy(), np.zeros_like(step.accepted)
-                terminated[columns] = found.ended
+                terminated[columns] = step_events.ended
                 step.t_new[columns], step.new[:, columns] = kept.step.t_new, kept.step.new
                 alive, most, count, _ = self._read_counts(step, place, moving & ~terminated, None)
         if self._record is not None:
@@ -419,8 +419,8 @@ class RoundSweep(StepSweep):
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
-        found = sorted(visit.about.located, key=lambda located: located.stops)
-        return [located._replace(row=self.ids[located.columns]) if located.stops else located for located in found]
+        events = sorted(visit.about.located, key=lambda located: located.stops)
+        return [located._replace(row=self.ids[located.columns]) if located.stops else located for located in events]
 
     def limits(self, visit: Visit) -> tuple[Array, Array] | None:
         """Return the times of f at both ends of the step: see `Run.limits`."""

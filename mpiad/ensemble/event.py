@@ -144,8 +144,8 @@ class Event:
 
     def due(self, p: Tree) -> list[Array]:
         """Return the list of given times, each a number or an array with one entry per column; p may be traced."""
-        given: Any = self.times(p) if callable(self.times) else self.times
-        return list(given) if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
+        times: Any = self.times(p) if callable(self.times) else self.times
+        return list(times) if isinstance(times, (list, tuple)) or anp.ndim(times) == 2 else [times]
 
     @property
     def acts(self) -> bool:

@@ -50,7 +50,7 @@ class Initialization:
         # Trajectories with an empty tspan take no steps.
         self._queue = np.flatnonzero(batch.end != batch.start)
         real = np.zeros(0, batch.u0.dtype).real.dtype
-        tolerances = (np.asarray(given, real)[()] for given in (settings.rtol, settings.atol))
+        tolerances = (np.asarray(tolerance, real)[()] for tolerance in (settings.rtol, settings.atol))
         self.rtol, self.atol = (x if self._xp is None or not x.ndim else self._xp.to_device(x) for x in tolerances)
 
     def goal(self, ids: Array) -> Array:

@@ -201,10 +201,10 @@ def _knot_slopes_transposed(g: Array, x: Array, bc_type: str) -> Array:
     right[0, 1], right[-1, -2] = second
     solved = linalg.splu(matrix).solve(np.ascontiguousarray(g.reshape(-1, n).T), trans="T")
     differences = (right.T @ solved).T / h
-    made = np.zeros((len(differences), n))
-    made[:, 1:] += differences
-    made[:, :-1] -= differences
-    return made.reshape(g.shape)
+    cotangent = np.zeros((len(differences), n))
+    cotangent[:, 1:] += differences
+    cotangent[:, :-1] -= differences
+    return cotangent.reshape(g.shape)
 
 
 for _linear, _transposed in ((_knot_slopes, _knot_slopes_transposed), (_knot_slopes_transposed, _knot_slopes)):

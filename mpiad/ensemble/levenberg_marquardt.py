@@ -114,19 +114,19 @@ class _Problems:
         step, trial = _bounded_step(
             factor, np.sqrt(self._damping[ids])[:, None] * inverse, x, self._lower[ids], self._upper[ids], self._fixed(ids)
         )
-        found = self._evaluate(trial, ids)
+        candidate = self._evaluate(trial, ids)
         self.nfev[ids] += 1
         # The difference of two values of the model would consist of rounding errors near a minimum.
         predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
-        actual = cost - found.cost
+        actual = cost - candidate.cost
         with np.errstate(all="ignore"):
             ratio = np.where(predicted > 0, actual / predicted, -1.0)
         better = (actual > 0) & (ratio > _LEAST_RATIO)
-        failed = ~np.isfinite(found.cost)
+        failed = ~np.isfinite(candidate.cost)
         self._failed_damping[ids[failed]] = self._damping[ids[failed]]
         near_failure = self._damping[ids] >= _NEAR_FAILURE * self._failed_damping[ids]
         accepted = ids[better]
-        self.x[accepted], self.cost[accepted], self.factor[accepted] = trial[better], *(part[better] for part in found)
+        self.x[accepted], self.cost[accepted], self.factor[accepted] = trial[better], *(part[better] for part in candidate)
         self._gradient[accepted] = _gradient(self.factor[accepted])
         self.njev[accepted] += 1
         self._rescale(accepted)

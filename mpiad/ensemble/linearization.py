@@ -68,8 +68,8 @@ def jacobian_by_tangents(
     with restoring_state(), Bundle() as bundle:
         state = bundle.variable(u, [*units, None])
         time = bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))])
-        value, found = bundle.parts(field.array(state, leaves, time))
-    *columns, slope = found or [None] * (len(units) + 1)
+        value, tangents = bundle.parts(field.array(state, leaves, time))
+    *columns, slope = tangents or [None] * (len(units) + 1)
     return value, [zeros if column is None else column for column in columns], slope
 
 

@@ -196,7 +196,7 @@ class Outcome:
         for part in parts:
             if part.event_table is not None:
                 tables.append(part.event_table + np.array([[offset], [0], [0], [0], [0]]))
-            steps += [(first + offset, found) for first, found in part.steps]
+            steps += [(first + offset, record) for first, record in part.steps]
             jumps += [jump._replace(ids=jump.ids + offset) for jump in part.jumps]
             offset += len(part.codes)
         names = [name for name in _BY_TRAJECTORY if getattr(parts[0], name) is not None]

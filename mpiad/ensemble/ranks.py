@@ -260,10 +260,10 @@ def _balanced(steps: Array, entry: float, iteration: float, size: int) -> Array:
 
     def iterations(shares: Array) -> Array:
         """Return the costs of the iterations of each share."""
-        filled, found = np.diff(shares) > 0, np.zeros(size)
+        filled, longest_of_shares = np.diff(shares) > 0, np.zeros(size)
         # reduceat has no empty groups.
-        found[filled] = np.maximum.reduceat(longest, shares[:-1][filled])
-        return iteration * found
+        longest_of_shares[filled] = np.maximum.reduceat(longest, shares[:-1][filled])
+        return iteration * longest_of_shares
 
     def slowest(shares: Array) -> float:
         return float((np.diff(np.append(0.0, done)[shares]) + iterations(shares)).max())

@@ -93,7 +93,7 @@ def check_alike(kinds: Sequence[tuple[Shape, np.dtype]], groups: str) -> None:
 def joined_events(events: list[dict[int, T]], counts: list[int]) -> dict[int, T]:
     """Return the events of several groups of trajectories; the keys are the numbers of trajectories among all groups."""
     starts = accumulate(counts, initial=0)
-    return {i + start: own for found, start in zip(events, starts) for i, own in found.items()}
+    return {i + start: listed for group, start in zip(events, starts) for i, listed in group.items()}
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:

@@ -165,27 +165,27 @@ class SortedSweep(StepSweep):
         # The entries of a trajectory are adjacent.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         ids, place, number, x = (array[chosen] for array in entries)
-        inside, visit, own = x != 1, self.visit_of(column, number), (ids, place, column)
+        inside, visit, entry = x != 1, self.visit_of(column, number), (ids, place, column)
         weights = self._run.coefficients.weights(x)
-        return _by_visits(~inside, visit, column, *own), _by_visits(inside, visit, column, *own, x, weights)
+        return _by_visits(~inside, visit, column, *entry), _by_visits(inside, visit, column, *entry, x, weights)
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
         parts = (groups.get(visit.number, ()) for groups in self._saved_values)
-        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
+        return SavedInStep._make([Saved(*group) for group in part] for part in parts)
 
     @cached_property
     def _crossings_at(self) -> list[Groups]:
         """The indices and columns of `Run.crossings`, and those of `Run.stops`, for each visit, grouped by event."""
-        found = []
+        groups = []
         for crossings in (self._run.crossings, self._run.stops):
             indices, columns = columns_of(self, crossings.ids)
             visits, event = self.visit_of(columns, crossings.number[indices]), crossings.event[indices]
             # A condition may vanish several times in one step, but `+=` with an index array adds only once per column.
             order, turn = np.lexsort((event, columns, visits)), np.zeros_like(event)
             turn[order] = turns(visits[order], columns[order], event[order])
-            found.append(grouped(visits, event + len(self._run.settings.events) * turn, indices, columns))
-        return found
+            groups.append(grouped(visits, event + len(self._run.settings.events) * turn, indices, columns))
+        return groups
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
@@ -381,7 +381,7 @@ class Run:
         """Return the times of f at the starts and ends of steps if an event lies there, otherwise NaN: see `beside`."""
         if not self.settings.events or not any(len(keys) for keys, _ in self._event_ends):
             return None
-        directions, found = np.where(self.batch.end < self.batch.start, -1.0, 1.0)[ids], []
+        directions, limits = np.where(self.batch.end < self.batch.start, -1.0, 1.0)[ids], []
         key = ids * (int(self.counts.max(initial=0)) + 2) + number
         for (keys, times), direction, wanted in zip(self._event_ends, (directions, -directions), (key, key + 1)):
             place = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
@@ -389,8 +389,8 @@ class Run:
             if len(keys):
                 limit = beside(times[place], direction, self.batch.u0.real.dtype)
                 limit = np.where(keys[place] == wanted, limit, np.nan)
-            found.append(limit)
-        return found[0], found[1]
+            limits.append(limit)
+        return limits[0], limits[1]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
         """Return the cotangents of the results, from arrays for saved states, (N, n_saved, d), final states and times."""
@@ -429,8 +429,8 @@ class Run:
         """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
         mask = self.saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
-            own = mask[:, slot]
-            ids = slice(None) if own.all() else self.placed(np.flatnonzero(own))
+            rows = mask[:, slot]
+            ids = slice(None) if rows.all() else self.placed(np.flatnonzero(rows))
             total[:, ids] += saved[ids, slot].T
 
     @cached_property
@@ -461,8 +461,8 @@ class Run:
         """The rows of `stops` in the table of events."""
         ids, _, number, *_, ends = self._event_columns
         rows = np.flatnonzero(ends & self.live[ids])
-        own, step = ids[rows], number[rows]
-        return rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
+        trajectory, step = ids[rows], number[rows]
+        return rows[np.append((trajectory[1:] != trajectory[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
 
     @cached_property
     def _crossed_rows(self) -> Array:

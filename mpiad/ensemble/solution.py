@@ -267,9 +267,9 @@ class EnsembleSolution(FactorizationCounts):
         return came_through(self.codes)
 
     def _surviving(self) -> Array:
-        found = getval(self.u)
-        arrays = arrays_of(found)
-        if (arrays is None and not isinstance(found, np.ndarray)) or found.shape[:1] != (len(self),):
+        states = getval(self.u)
+        arrays = arrays_of(states)
+        if (arrays is None and not isinstance(states, np.ndarray)) or states.shape[:1] != (len(self),):
             raise TypeError(
                 f"{type(self).__name__}: statistics need states, but u is the result of output_func or reduction, of type "
                 f"{type(self.u).__name__}. Compute statistics of u or u_end yourself."

@@ -100,20 +100,20 @@ def _factorize(w: np.ndarray, swaps: np.ndarray, lower: int, upper: int) -> None
     for k in range(d):
         for i in range(k + 1, min(k + lower + 1, d)):
             for c in range(n):
-                own = w[k, width, c]
+                upper_entry = w[k, width, c]
                 other = w[k, width + i - k, c]
-                exchanged = abs(other) > abs(own)
+                exchanged = abs(other) > abs(upper_entry)
                 swaps[k, i - k - 1, c] = 1 if exchanged else 0
-                w[k, width, c] = other if exchanged else own
-                quotient = own / other if exchanged else other / own
-                w[k, width + i - k, c] = 0 * own if other == 0 else quotient
+                w[k, width, c] = other if exchanged else upper_entry
+                quotient = upper_entry / other if exchanged else other / upper_entry
+                w[k, width + i - k, c] = 0 * upper_entry if other == 0 else quotient
             for j in range(k + 1, min(k + width + 1, d)):
                 for c in range(n):
-                    own = w[j, width + k - j, c]
+                    upper_entry = w[j, width + k - j, c]
                     other = w[j, width + i - j, c]
-                    pivot = other if swaps[k, i - k - 1, c] > 0 else own
+                    pivot = other if swaps[k, i - k - 1, c] > 0 else upper_entry
                     w[j, width + k - j, c] = pivot
-                    other = own if swaps[k, i - k - 1, c] > 0 else other
+                    other = upper_entry if swaps[k, i - k - 1, c] > 0 else other
                     w[j, width + i - j, c] = other - w[k, width + i - k, c] * pivot
         for c in range(n):
             w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
@@ -124,10 +124,10 @@ def _substitute(w: np.ndarray, swaps: np.ndarray, x: np.ndarray, order: np.ndarr
     for k in range(d):
         for i in range(k + 1, min(k + lower + 1, d)):
             for c in range(n):
-                own = x[order[k], c]
+                upper_entry = x[order[k], c]
                 other = x[order[i], c]
-                pivot = other if swaps[k, i - k - 1, c] > 0 else own
-                other = own if swaps[k, i - k - 1, c] > 0 else other
+                pivot = other if swaps[k, i - k - 1, c] > 0 else upper_entry
+                other = upper_entry if swaps[k, i - k - 1, c] > 0 else other
                 x[order[k], c] = pivot
                 x[order[i], c] = other - w[k, width + i - k, c] * pivot
     for k in range(d - 1, -1, -1):
@@ -152,9 +152,9 @@ def _substitute_transposed(
         for i in range(min(k + lower, d - 1), k, -1):
             for c in range(n):
                 other = x[order[i], c]
-                own = x[order[k], c] - w[k, width + i - k, c] * other
-                x[order[k], c] = other if swaps[k, i - k - 1, c] > 0 else own
-                x[order[i], c] = own if swaps[k, i - k - 1, c] > 0 else other
+                upper_entry = x[order[k], c] - w[k, width + i - k, c] * other
+                x[order[k], c] = other if swaps[k, i - k - 1, c] > 0 else upper_entry
+                x[order[i], c] = upper_entry if swaps[k, i - k - 1, c] > 0 else other
 
 
 class _MinimumDegree:
@@ -179,13 +179,13 @@ class _MinimumDegree:
         return SparseLU(self._factors_of(entries))
 
     def _factors_of(self, entries: Array) -> list[SuperLU | None]:
-        found: list[SuperLU | None] = []
+        factors: list[SuperLU | None] = []
         for values in np.ascontiguousarray(entries[self._sorted].T):
-            found.append(None)
+            factors.append(None)
             if np.isfinite(values).all():
                 with suppress(RuntimeError):  # exactly singular
-                    found[-1] = splu(scipy.sparse.csc_array((values, *self._structure), self._shape), self._order)
-        return found
+                    factors[-1] = splu(scipy.sparse.csc_array((values, *self._structure), self._shape), self._order)
+        return factors
 
 
 def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
@@ -193,10 +193,10 @@ def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
     dense = _COLUMNS * 2 * d * d * (d / 3 + _SOLVES)
     if d < LEAST_SPARSE or len(pattern.rows) > d * d / 4:
         return None
-    found: Banded | _MinimumDegree = Banded(pattern, d)
-    if found.work > _CALL:
-        found = min(found, _MinimumDegree(pattern, d), key=lambda elimination: elimination.work)
-    return found if found.work < dense else None
+    elimination: Banded | _MinimumDegree = Banded(pattern, d)
+    if elimination.work > _CALL:
+        elimination = min(elimination, _MinimumDegree(pattern, d), key=lambda elimination: elimination.work)
+    return elimination if elimination.work < dense else None
 
 
 class StepMatrices:

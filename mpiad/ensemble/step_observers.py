@@ -80,13 +80,13 @@ class SavePoints:
     def save_inside(self, step: Step, rows: Array, columns: Array) -> None:
         """Save states inside a step, in its columns `rows`; `columns`: the indices of `rows` in the working set."""
         # Several saved times may lie in one step of a column. One call interpolates the states at all of them.
-        found = []
+        groups = []
         while np.count_nonzero(inside := self.next[columns] < step.t_new[rows]):
             rows, columns = rows[inside], columns[inside]
-            found.append((rows, self._time_index[columns], self.next[columns]))
+            groups.append((rows, self._time_index[columns], self.next[columns]))
             self._to_next_time(columns, step.ids[rows])
-        if found:
-            rows, time_index, due = (np.concatenate(parts) for parts in zip(*found))
+        if groups:
+            rows, time_index, due = (np.concatenate(parts) for parts in zip(*groups))
             step = step.at(rows)
             values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
             self._write(step.ids, time_index, values, step.number)
@@ -254,8 +254,8 @@ class ActingEvents:
             t[columns] = beside(t[columns], 1.0, real)
         columns = np.flatnonzero(t_new == end)
         if columns.size:
-            own = ids[columns]
-            due = self._acting.until(np.full(len(own), np.inf), self._slots, own, self._initialization.signs[own])
+            ending = ids[columns]
+            due = self._acting.until(np.full(len(ending), np.inf), self._slots, ending, self._initialization.signs[ending])
             columns, t_new = columns[due == t_new[columns]], t_new.copy()
             t_new[columns] = beside(t_new[columns], -1.0, real)
         return t, t_new

@@ -87,19 +87,19 @@ def _advanced_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dic
 
     def vjp(g: Array) -> list[Array]:
         scaled = g * h
-        found = []
+        cotangents = []
         for place in argnums:
             if place == 0:
-                found.append(_over_slots(g, u))
+                cotangents.append(_over_slots(g, u))
             elif place == 1:
                 # Columns without a step, for which h is zero, have no increments.
-                found.append(_over_slots(anp.sum(anp.real(g * (ans - u)), axis=-2) / anp.where(h == 0, 1, h), h))
+                cotangents.append(_over_slots(anp.sum(anp.real(g * (ans - u)), axis=-2) / anp.where(h == 0, 1, h), h))
             elif place == 2:
                 rates = [anp.sum(anp.real(scaled * stage), axis=-2, keepdims=anp.ndim(weights) > 2) for stage in k]
-                found.append(stack(rates))
+                cotangents.append(stack(rates))
             else:
-                found.append(_over_slots(scaled * weights[place - 3], u))
-        return found
+                cotangents.append(_over_slots(scaled * weights[place - 3], u))
+        return cotangents
 
     return vjp
 
@@ -113,17 +113,17 @@ def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
     u, h, weights, *k = args
     tangents = dict(zip(argnums, gs))
     chosen = [j for j in range(len(k)) if j + 3 in tangents]
-    found = tangents.get(0)
+    tangent = tangents.get(0)
     if chosen:
-        start = np.zeros_like(getval(u)) if found is None else found
-        own = [weights[j] for j in chosen] if isinstance(weights, list) else weights[chosen]
-        found = _applied(advanced, start, h, own, *[tangents[j + 3] for j in chosen])
+        start = np.zeros_like(getval(u)) if tangent is None else tangent
+        selected = [weights[j] for j in chosen] if isinstance(weights, list) else weights[chosen]
+        tangent = _applied(advanced, start, h, selected, *[tangents[j + 3] for j in chosen])
     factors = [(tangents[1], weights)] if 1 in tangents else []
     factors += [(h, tangents[2])] if 2 in tangents else []
     for size, rates in factors:
         change = size * sum(rates[i] * k[i] for i in range(len(k)))
-        found = change if found is None else found + change
-    return found + np.zeros_like(getval(ans)) if anp.ndim(found) < anp.ndim(ans) else found
+        tangent = change if tangent is None else tangent + change
+    return tangent + np.zeros_like(getval(ans)) if anp.ndim(tangent) < anp.ndim(ans) else tangent
 
 
 @primitive
@@ -155,8 +155,8 @@ def _values_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
     wanted = tuple(names[k - 1] for k in argnums)
 
     def vjp(g: Array) -> list[Array]:
-        found = _applied(values_of, _derivative_of(program, True, wanted), *groups, g)
-        return [found[a:b] for a, b in pairwise(accumulate((program.groups[name] for name in wanted), initial=0))]
+        cotangents = _applied(values_of, _derivative_of(program, True, wanted), *groups, g)
+        return [cotangents[a:b] for a, b in pairwise(accumulate((program.groups[name] for name in wanted), initial=0))]
 
     return vjp
 

@@ -60,8 +60,8 @@ class Tableau:
     @cached_property
     def interpolating(self) -> slice:
         """The range of the stages that have weights in the interpolant."""
-        used = np.flatnonzero(self.dense.any(axis=1))
-        return slice(int(used[0]), int(used[-1]) + 1)
+        stages = np.flatnonzero(self.dense.any(axis=1))
+        return slice(int(stages[0]), int(stages[-1]) + 1)
 
     @property
     def calls(self) -> int:

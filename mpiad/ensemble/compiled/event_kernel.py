@@ -258,10 +258,10 @@ def sign_changes(search: Search, before: float, after: float) -> float:
 
 def is_one_of(events: Sequence[int], e: int) -> bool:
     """Return whether e is one of several events."""
-    found = e == events[0]
+    result = e == events[0]
     for n in events[1:]:
-        found = found | (e == n)
-    return found
+        result = result | (e == n)
+    return result
 
 
 @inlined

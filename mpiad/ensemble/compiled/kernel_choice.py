@@ -122,11 +122,11 @@ class History:
         number = min(max(least, span / settings.dtmax), settings.max_steps)
         return number, number
 
-    def cost_of(self, solver: Solver, given: Batch) -> float:
+    def cost_of(self, solver: Solver, inputs: Batch) -> float:
         """Return the time to get a solve's kernels."""
-        forward = solver.forward_code(given).source.text
+        forward = solver.forward_code(inputs).source.text
         if forward not in self.costs:
-            missing = [code for code in solver.codes(given) if not is_cached(code.source)]
+            missing = [code for code in solver.codes(inputs) if not is_cached(code.source)]
             self.costs[forward] = self.loading + sum(_LINES * code.length**1.5 for code in missing)
         return self.costs[forward]
 
@@ -198,12 +198,12 @@ class Compiler:
         if self._channel is not None and self._chosen is None and (kind is None or issubclass(kind, FAILURES)):
             self._agree(-inf, inf, 0.0)
 
-    def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+    def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, inputs: Batch) -> Outcome:
         """Solve all trajectories of a batch, given the result of `plan` for this batch or a similar one."""
         if plan is None:
             outcome = self.backend.run(batch, settings)
         else:
-            outcome = self._solver(plan, batch, settings).solved(given)
+            outcome = self._solver(plan, batch, settings).solved(inputs)
             self._history.costs[self.kernels["forward"].source.text] = 0.0  # type: ignore[union-attr]  # set by `plan`
         if self._history is not None and not self.together:
             self.record(outcome.naccept + outcome.nreject)
@@ -230,28 +230,28 @@ class Compiler:
 
     def problem_of(self, batch: Batch, settings: Settings, most: int) -> TracedProblem | None:
         """Return the traced problem; see `traced_problem.problem_of`, also for a Jacobian that can't be compiled."""
-        found = problem_of(batch, settings.events, most, self.compile is True, self.warn)
-        if found is not None and settings.alg.tableau.implicit:
+        problem = problem_of(batch, settings.events, most, self.compile is True, self.warn)
+        if problem is not None and settings.alg.tableau.implicit:
             try:
-                jacobian_program(found.program)
+                jacobian_program(problem.program)
             except Refusal as error:
                 text = f"the Jacobian of f can't be compiled ({error})"
                 if self.compile is True:
                     raise TypeError(f"solve: compile=True, but {text}. Leave compile out.") from error
                 self.warn(batch.f, f"{text}, so f is called with arrays instead")
                 return None
-        return found
+        return problem
 
-    def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
+    def plan(self, batch: Batch, settings: Settings, inputs: Batch) -> TracedProblem | None:
         """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch."""
 
         def make(known: bool) -> TracedProblem | None:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not known:
-                try_once(batch, settings.events, given.traced)
+                try_once(batch, settings.events, inputs.traced)
             return self.problem_of(batch, settings, most)
 
-        must, is_traced = self.compile is True, given.traced
+        must, is_traced = self.compile is True, inputs.traced
         most = _MOST_IMPLICIT if settings.alg.tableau.implicit else _MOST_COMPONENTS
         trace = partial(remembered, make, batch, settings.events, is_traced, must, settings.alg.tableau.implicit)
         if is_on_device(batch):
@@ -280,7 +280,7 @@ class Compiler:
                 loading = _LOADING + _LOADING_COMPONENT * len(batch.u0)
                 kind, of_f = (batch.shape, settings.alg.tableau, is_traced), _histories.setdefault(identity_of(batch.f), {})
                 self._history = of_f.setdefault(kind, History(loading, loading))
-            plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
+            plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, inputs)
             if plan is not None:
                 return plan
         calls = try_once(batch, settings.events, is_traced)
@@ -289,7 +289,7 @@ class Compiler:
         return None
 
     def _choose(
-        self, trace: Callable[[], TracedProblem | None], history: History, batch: Batch, settings: Settings, given: Batch
+        self, trace: Callable[[], TracedProblem | None], history: History, batch: Batch, settings: Settings, inputs: Batch
     ) -> TracedProblem | None:
         """Return the traced problem if a kernel will take less time than arrays, its compilation included."""
         longest, mean = history.expected(settings, batch)
@@ -298,23 +298,23 @@ class Compiler:
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
             # A kernel takes as long for one trajectory as for all that it solves at a time.
-            times = rates(settings.alg.tableau, len(batch.u0), history.program, given.traced, history.calls)
+            times = rates(settings.alg.tableau, len(batch.u0), history.program, inputs.traced, history.calls)
             of_kernel = max(history.steps + steps, _LANES * iterations) * times.lane
             return iterations * times.iteration + (history.steps + steps) * times.column - of_kernel
 
         plan, cost, gain = None, history.cost, saved()
-        used = 0.0 in history.costs.values()  # a kernel that may be the one of this solve
-        if used or gain >= cost:
+        is_needed = 0.0 in history.costs.values()  # a kernel that may be the one of this solve
+        if is_needed or gain >= cost:
             plan = trace()
             if plan is None:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, history.loading, inf
             else:
                 history.program = plan.program
-                history.loading = _LOADING + _LOADING_OPERATION * plan.program.cost * (3 if given.traced else 1)
+                history.loading = _LOADING + _LOADING_OPERATION * plan.program.cost * (3 if inputs.traced else 1)
                 cost, gain = history.loading, saved()
-                if used or gain >= cost:  # otherwise the kernel's text, which takes part of this time, isn't made
-                    cost = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given)
+                if is_needed or gain >= cost:  # otherwise the kernel's text, which takes part of this time, isn't made
+                    cost = history.cost_of(self._solver(plan, batch, _with_acting(settings)), inputs)
                 history.cost = cost
         if not self._agree(cost, gain, history.loading):
             return None

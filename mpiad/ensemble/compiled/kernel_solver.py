@@ -54,35 +54,35 @@ class Solver:
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
-    def _spec_for(self, given: Batch) -> KernelSpec:
+    def _spec_for(self, inputs: Batch) -> KernelSpec:
         """Return the spec of the forward kernel, which propagates tangents of the traced parts of `given` or records."""
         # With events the end times depend on all inputs.
-        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
-        if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
-            self.directions = self.traced.carried(given, self.settings.gradient, given.forward)  # otherwise an adjoint
+        times_vary = isbox(inputs.start) or isbox(inputs.end) or self.settings.events or self.settings.acting is not None
+        if inputs.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
+            self.directions = self.traced.carried(inputs, self.settings.gradient, inputs.forward)  # otherwise an adjoint
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         return self.spec._replace(directions=self.directions, record=record)
 
-    def forward_code(self, given: Batch) -> KernelCode:
+    def forward_code(self, inputs: Batch) -> KernelCode:
         """Return the forward kernel."""
-        return kernel_code("forward", self.traced, self._spec_for(given), ())  # as in `function`: one code in its cache
+        return kernel_code("forward", self.traced, self._spec_for(inputs), ())  # as in `function`: one code in its cache
 
-    def codes(self, given: Batch) -> list[KernelCode]:
+    def codes(self, inputs: Batch) -> list[KernelCode]:
         """Return the kernels of a solve and, as far as it is known before the solve, of its gradient."""
-        codes = [self.forward_code(given)]
-        if given.traced and not self.directions:
-            wanted = [part for part in self.traced.packing.parts if isbox(given.p.leaves[part.place])]
+        codes = [self.forward_code(inputs)]
+        if inputs.traced and not self.directions:
+            wanted = [part for part in self.traced.packing.parts if isbox(inputs.p.leaves[part.place])]
             if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
                 return codes  # the adjoint will be computed by arrays
-            timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
+            timed, acts = isbox(inputs.start) or isbox(inputs.end), self.settings.acting is not None
             spec, places = self.reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
             codes.append(kernel_code("reverse", self.traced, spec, places))
         return codes
 
-    def solved(self, given: Batch) -> Outcome:
+    def solved(self, inputs: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
-        outcome = self._run(self._spec_for(given))
+        outcome = self._run(self._spec_for(inputs))
         if self.settings.record:
             outcome.solver = self
         return outcome
@@ -150,7 +150,9 @@ class Solver:
         self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
     ) -> tuple[KernelSpec, tuple[int, ...]]:
         """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""
-        varying, shared = ([j for part in wanted if part.varies == own for j in part.scalars] for own in (True, False))
+        varying, shared = (
+            [j for part in wanted if part.varies == varies for j in part.scalars] for varies in (True, False)
+        )
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
         spec = self.spec._replace(
             wanted_varying=len(varying),

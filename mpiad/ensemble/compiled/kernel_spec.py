@@ -186,8 +186,8 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
         # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
         _, options["jacobian"], options["slopes"] = jacobian_program(program)
         if batch.sparsity is not None:
-            given, found = given_pattern(batch.sparsity, program.groups["state"]), np.array(options["jacobian"], int)
-            refuse_missing(given, Places(*found.reshape(-1, 2).T), program.groups["state"])
+            pattern, entries = given_pattern(batch.sparsity, program.groups["state"]), np.array(options["jacobian"], int)
+            refuse_missing(pattern, Places(*entries.reshape(-1, 2).T), program.groups["state"])
     if acting is not None:
         options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
         options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.conditions, settings.events))

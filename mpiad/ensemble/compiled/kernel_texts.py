@@ -163,8 +163,8 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
     if tables and not fused:
         tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
-    given = [*loaded, *tables, "t"]
-    inputs = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
+    constants = [*loaded, *tables, "t"]
+    inputs = [*names["state"], *constants, *names["seed"], *names["cotangent"], *names["direction"]]
     arguments, stored = list(dict.fromkeys(x.partition("[")[0] for x in inputs)), dict[int, Stored]()
     if rolled and not name.startswith("condition"):
         # The results that are states, or all entries of a Jacobian, are stored in an array.

@@ -123,9 +123,11 @@ def layout_of(spec: KernelSpec) -> Layout:
 
 def lane_of(layout: Layout, arrays: ReverseArrays, l: int) -> ReverseLane:
     """Return the fields of lane l."""
-    own = {"row": arrays.row, "step": arrays.step, "time_index": arrays.time_index, "event": arrays.event}
+    indices = {"row": arrays.row, "step": arrays.step, "time_index": arrays.time_index, "event": arrays.event}
     jumps = {name: (arrays.jump, n * layout.lanes) for n, name in enumerate(("jump", "last_jump", "jump_step"))}
-    return layout.lane(arrays.b, arrays.exact, l, arrays.ids, **{name: (array, 0) for name, array in own.items()}, **jumps)
+    return layout.lane(
+        arrays.b, arrays.exact, l, arrays.ids, **{name: (array, 0) for name, array in indices.items()}, **jumps
+    )
 
 
 @inlined

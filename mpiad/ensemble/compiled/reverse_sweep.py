@@ -35,8 +35,8 @@ def kernel_events(run: Run, seeds: Seeds, time_bar: Array) -> tuple[Array, Array
     last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
     bar[stops[last]] += time_bar[ids[last]]
     rows = np.sort(np.append(stops, others[bar[others] != 0]))
-    found = np.ascontiguousarray(np.vstack([table, bar])[:, rows].T)
-    return np.searchsorted(found[:, 0], np.arange(run.batch.size + 1)), found
+    events = np.ascontiguousarray(np.vstack([table, bar])[:, rows].T)
+    return np.searchsorted(events[:, 0], np.arange(run.batch.size + 1)), events
 
 
 class KernelJumps:
@@ -73,9 +73,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     timed = timed or stopped
     batch, count = run.batch, run.batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
-    found = cotangents_at_ends(run, seeds, places, timed)
-    jumps = None if run.jumps is None else KernelJumps(run, run.jumps, found.start, real)
-    time_bar = found.start
+    bars_at_ends = cotangents_at_ends(run, seeds, places, timed)
+    jumps = None if run.jumps is None else KernelJumps(run, run.jumps, bars_at_ends.start, real)
+    time_bar = bars_at_ends.start
     if jumps is None and seeds.reached is not None:
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
@@ -85,7 +85,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:
         saved, save_step = parts(np.ascontiguousarray(seeds.saved.conj())), argument(run.save_step, np.dtype(np.int32))
-    end_bar = argument(row_parts(found.u0.conj()), real)
+    end_bar = argument(row_parts(bars_at_ends.u0.conj()), real)
     # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
     u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
     inputs = solver.p, solver.s, solver.times
@@ -121,38 +121,38 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if timed and seeds.reached is not None:
         stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
     joined = ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count)
-    batch.p.add_cotangents(found.leaves, {place: leaf.conj() for place, leaf in joined.items()}, slice(None))
+    batch.p.add_cotangents(bars_at_ends.leaves, {place: leaf.conj() for place, leaf in joined.items()}, slice(None))
     unstepped = outcome.naccept == 0
-    start_bar[unstepped] += found.start[unstepped]
-    found = dataclasses.replace(found, u0=initial, start=start_bar, end=stop_bar + found.end)
+    start_bar[unstepped] += bars_at_ends.start[unstepped]
+    bars_at_ends = dataclasses.replace(bars_at_ends, u0=initial, start=start_bar, end=stop_bar + bars_at_ends.end)
     if jumps is not None:
-        to_start(run, found, timed)
+        to_start(run, bars_at_ends, timed)
         if timed:
-            given = run.jumps.slot != FOUND  # type: ignore[union-attr]
-            found.due[run.jumps.slot[given], run.jumps.ids[given]] += jumps.due[given]  # type: ignore[union-attr]
-    return found
+            at_times = run.jumps.slot != FOUND  # type: ignore[union-attr]
+            bars_at_ends.due[run.jumps.slot[at_times], run.jumps.ids[at_times]] += jumps.due[at_times]  # type: ignore[union-attr]
+    return bars_at_ends
 
 
-def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+def _in_parts(solver: Solver, solve: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Compute cotangents for one group of trajectories after the other, to limit the memory of recorded steps."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     due = np.empty((0, batch.size))
-    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, due)
+    cotangents = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, due)
     for rows, part in solver.parts():
-        run = Run(whole.batch.share(rows), whole.settings.share(rows), part.record())
+        run = Run(solve.batch.share(rows), solve.settings.share(rows), part.record())
         share = seeds.share(rows)
         if seeds.crossed is not None:
-            ids = whole.event_times.ids
+            ids = solve.event_times.ids
             share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
         bars = pull_compiled(part, run, share, places, timed)
-        if len(bars.due) > len(found.due):
-            found.due = np.concatenate([found.due, np.zeros((len(bars.due) - len(found.due), batch.size))])
+        if len(bars.due) > len(cotangents.due):
+            cotangents.due = np.concatenate([cotangents.due, np.zeros((len(bars.due) - len(cotangents.due), batch.size))])
         if bars.due.size:
-            found.due[: len(bars.due), rows] = bars.due
-        found.u0[:, rows], found.start[rows], found.end[rows] = bars.u0, bars.start, bars.end
+            cotangents.due[: len(bars.due), rows] = bars.due
+        cotangents.u0[:, rows], cotangents.start[rows], cotangents.end[rows] = bars.u0, bars.start, bars.end
         batch.p.add_cotangents(leaves, bars.leaves, rows)
-    return found
+    return cotangents
 
 
 def carried_tangents(solver: Solver, run: Run, by_u0: bool, places: Sequence[int]) -> tuple[Array, Array] | None:

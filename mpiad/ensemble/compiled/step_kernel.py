@@ -117,10 +117,10 @@ def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane) -> Sequence[f
     spec, p = kernel.spec, vector(kernel.spec.varying)
     for j in static(spec.loaded("p")):
         p[j] = lane.p[j]
-    own = [p[j] for j in spec.loaded("p")]
+    varying = [p[j] for j in spec.loaded("p")]
     if spec.tables:
-        return [*own, *kernel.shared, kernel.arrays.p, kernel.arrays.s, *lane.column]
-    return [*own, *kernel.shared, *([kernel.arrays.s] if spec.shares_array else [])]
+        return [*varying, *kernel.shared, kernel.arrays.p, kernel.arrays.s, *lane.column]
+    return [*varying, *kernel.shared, *([kernel.arrays.s] if spec.shares_array else [])]
 
 
 @inlined

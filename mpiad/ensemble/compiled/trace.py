@@ -107,15 +107,15 @@ class ParameterPacking:
 
 def packing_of(p: Parameters) -> ParameterPacking:
     """Return the numbering of the scalars of an ensemble's parameters."""
-    found: list[PackedLeaf] = []
+    parts: list[PackedLeaf] = []
     first = 0
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
         if varies or is_variable(leaf):
             shape = getattr(leaf, "shape", ())
             shape, in_pairs = shape[:-1] if varies else shape, is_complex(leaf)
-            found.append(PackedLeaf(place, shape, varies, first, in_pairs))
+            parts.append(PackedLeaf(place, shape, varies, first, in_pairs))
             first += math.prod(shape) * (2 if in_pairs else 1)
-    return ParameterPacking(tuple(found))
+    return ParameterPacking(tuple(parts))
 
 
 def names_of(packing: ParameterPacking) -> tuple[str, ...]:
@@ -189,8 +189,8 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     # If states are matrices, f is called for one trajectory at a time; otherwise for a batch with one column.
     column = () if len(shape) > 1 else (1,)
     for part in packing.parts:
-        own = (*part.shape, *column) if part.varies else part.shape
-        leaves[part.place] = recorder.input("parameter", part.scalars, own, part.complex)
+        symbol_shape = (*part.shape, *column) if part.varies else part.shape
+        leaves[part.place] = recorder.input("parameter", part.scalars, symbol_shape, part.complex)
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
         with restoring_state(), _autograd_replaced():
@@ -264,18 +264,18 @@ def _is_box(x: object) -> bool:
 
 
 def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:
-    found: list[Symbol] = []
+    components: list[Symbol] = []
     if shape and not (len(shape) == 1 and isinstance(value, (list, tuple))):
-        found += recorder.symbols(value).ravel().tolist()
+        components += recorder.symbols(value).ravel().tolist()
     else:
         for part in value if shape else [value]:
             symbols = recorder.symbols(part)
             if symbols.size != 1:
                 recorder.refuse(f"it returned a component of shape {symbols.shape} for one column")
-            found.append(symbols.item())
-    if len(found) != math.prod(shape):
-        recorder.refuse(f"it returned {len(found)} components for {math.prod(shape)}")
-    return found
+            components.append(symbols.item())
+    if len(components) != math.prod(shape):
+        recorder.refuse(f"it returned {len(components)} components for {math.prod(shape)}")
+    return components
 
 
 def verify(program: Program, batch: Batch, fun: Function, called: Called | None = None) -> None:
@@ -295,15 +295,15 @@ def verify(program: Program, batch: Batch, fun: Function, called: Called | None 
     rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
     for row, value in zip(rows, evaluated(program, row_parts(u), parameters, [t])):
         row[:] = value
-    found = from_row_parts(rows, expected.dtype)
-    if found.tobytes() == expected.tobytes():
+    values = from_row_parts(rows, expected.dtype)
+    if values.tobytes() == expected.tobytes():
         return  # the usual case, for speed
-    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
+    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (values, expected, u))
     allowed = _TOLERANCE * float(np.finfo(u.dtype).eps) * (1.0 + largest)
-    if not (close := np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True)).all():
+    if not (close := np.isclose(values, expected, rtol=0, atol=allowed, equal_nan=True)).all():
         i, j = np.argwhere(~close)[0]
         raise Untraceable(
-            f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
+            f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {values[i, j]} was traced: does "
             "it look at the types of its arguments, or at state that changes between calls?",
             place_of(fun),
         )

@@ -76,8 +76,8 @@ class TracedProblem:
     def tables(self) -> tuple[tuple[str, int, int], ...]:
         """The parameters that are entries of tables: "p" or "s", the first index and the number of indices."""
         programs = [g for g in (self.program, *self.conditions, *self.affects) if g is not None]
-        found = {(self.direction(first), count) for g in programs for _, first, count in g.tables}
-        return tuple(sorted((*first, count) for first, count in found))
+        tables = {(self.direction(first), count) for g in programs for _, first, count in g.tables}
+        return tuple(sorted((*first, count) for first, count in tables))
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of a tangent for parameter j, as in `KernelSpec.directions`."""
@@ -85,17 +85,17 @@ class TracedProblem:
 
     def directions(self, by_u0: bool, places: Collection[int]) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents for the initial states, if `by_u0`, and for the scalars of leaves."""
-        found = [("u", c) for c in range(self.program.groups["state"])] if by_u0 else []
-        return (*found, *(self.direction(j) for part in self.packing.parts if part.place in places for j in part.scalars))
+        states = [("u", c) for c in range(self.program.groups["state"])] if by_u0 else []
+        return (*states, *(self.direction(j) for part in self.packing.parts if part.place in places for j in part.scalars))
 
-    def carried(self, given: Batch, gradient: str | None, forward: bool = False) -> tuple[tuple[str, int], ...]:
+    def carried(self, inputs: Batch, gradient: str | None, forward: bool = False) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents for the traced inputs, or an empty tuple if an adjoint is faster."""
-        d, boxed = self.program.groups["state"], [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
-        count = d * isbox(given.u0) + sum(len(part.scalars) for part in self.packing.parts if part.place in boxed)
+        d, boxed = self.program.groups["state"], [place for place, leaf in enumerate(inputs.p.leaves) if isbox(leaf)]
+        count = d * isbox(inputs.u0) + sum(len(part.scalars) for part in self.packing.parts if part.place in boxed)
         few = count * d <= _FORWARD_NUMBERS if forward else count <= FEW and count * d <= _FEW_NUMBERS
         if gradient != "tangent" and (gradient == "adjoint" or not few):
             return ()
-        return self.directions(isbox(given.u0), boxed)
+        return self.directions(isbox(inputs.u0), boxed)
 
 
 def remembered(
@@ -112,14 +112,14 @@ def remembered(
     if values is None:
         return make(False)
     key = values, kinds
-    if (found := _known.get(key)) is not None:
-        return found
+    if (known := _known.get(key)) is not None:
+        return known
     kind = without_floats(values), kinds
     result = make(kind in _kinds)
     if result is not None:
         _known[key], _kinds[kind] = result, None
         # The oldest entries are dropped.
-        operations = sum(found.program.cost for found in _known.values() if isinstance(found, TracedProblem))
+        operations = sum(problem.program.cost for problem in _known.values() if isinstance(problem, TracedProblem))
         if len(_known) > _MOST_KNOWN or operations > _MOST_KNOWN_OPERATIONS:
             _known.pop(next(iter(_known)))
         if len(_kinds) > _MOST_KNOWN:
@@ -175,8 +175,8 @@ def _changing(f: Function, problem: TracedProblem) -> TracedProblem:
     known[structure] = first, changed, result
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
-    given = [np.frombuffer(x) if isinstance(x, bytes) else [x] for x in (numbers[i] for i in changed)]
-    return replace(result, numbers=tuple(np.concatenate(given).tolist()), origin=result) if changed else result
+    values = [np.frombuffer(x) if isinstance(x, bytes) else [x] for x in (numbers[i] for i in changed)]
+    return replace(result, numbers=tuple(np.concatenate(values).tolist()), origin=result) if changed else result
 
 
 def _with_parameters(problem: TracedProblem, changed: Sequence[int], numbers: Sequence[float | bytes]) -> TracedProblem:
@@ -192,7 +192,7 @@ def _with_parameters(problem: TracedProblem, changed: Sequence[int], numbers: Se
         if program is None:
             return None
         numbered = {i: inputs.get(next(place)) for i in program.numbers}
-        replaced = {i: given for i, given in numbered.items() if given is not None}
+        replaced = {i: value for i, value in numbered.items() if value is not None}
         return program.with_inputs(replaced, {"parameter": total})
 
     programs = [lifted(g) for g in (problem.program, *problem.conditions, *problem.affects)]
@@ -209,8 +209,8 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
         return False
     # The new structure is forgotten, so that the earlier ones remain usable.
     known.discard(program.structure)
-    found = f"{name} has performed different operations in {len(known)} solves, and was compiled for each"
-    warn(f, f"{found}; this solve calls f with arrays. Pass the changing values as p, and branch on them with np.where")
+    text = f"{name} has performed different operations in {len(known)} solves, and was compiled for each"
+    warn(f, f"{text}; this solve calls f with arrays. Pass the changing values as p, and branch on them with np.where")
     return True
 
 

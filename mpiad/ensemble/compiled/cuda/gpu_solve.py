@@ -50,7 +50,7 @@ class DeviceSolution(EnsembleSolution):
 
 
 def solved_on_gpu(
-    compiler: Compiler, given: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
+    compiler: Compiler, inputs: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
 ) -> EnsembleSolution:
     """Solve a batch, `given` with traced, `batch` with plain values, by a kernel if possible, otherwise by `by_arrays`."""
     on_host = not is_on_device(batch)
@@ -58,39 +58,39 @@ def solved_on_gpu(
         refuse_mass_on_device(settings)
     arrays = device_for(batch, compiler.together)
     with arrays.current():
-        sol = _by_kernel(compiler, given, batch, settings, arrays)
+        sol = _by_kernel(compiler, inputs, batch, settings, arrays)
     if sol is not None:
         return sol
     compiler.compile = False  # CPU kernels aren't used, either
     if settings.ends:
         settings = settings._replace(ends=False, saveat=batch.both_ends())
     if not on_host:
-        return by_arrays(given, batch, settings)
-    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
-    on_device = given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
+        return by_arrays(inputs, batch, settings)
+    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in inputs.p.leaves]
+    on_device = inputs._replace(u0=array_to_device(inputs.u0, arrays), p=inputs.p._replace(leaves=leaves))
     sol = by_arrays(on_device, on_device.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
 
 
 def _by_kernel(
-    compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
+    compiler: Compiler, inputs: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
 ) -> EnsembleSolution | None:
     on_host = not is_on_device(batch)
-    traced = problem_for_gpu(compiler, given, batch, settings)
+    traced = problem_for_gpu(compiler, inputs, batch, settings)
     if traced is None:
         return None
-    warn_of_jumps_in_time(compiler.warn, traced, given, settings.events)
+    warn_of_jumps_in_time(compiler.warn, traced, inputs, settings.events)
     solver = Solver(compiler, arrays, traced, batch, settings)
-    by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
-    directions = traced.carried(given, settings.gradient) if by_tangents else ()
+    by_tangents = inputs.traced and not settings.events and not settings.alg.tableau.implicit
+    directions = traced.carried(inputs, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # otherwise tangents are propagated later, a few at a time
     if carried and settings.gradient is None and solver.kernel(carried).local_bytes > MOST_LOCAL_BYTES:
         directions = carried = ()  # the kernels of an adjoint are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
-    solved, times = Solved(solver, solver.solved(carried), carried, bool(directions), on_host, given.traced), []
-    arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
-    vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
+    solved, times = Solved(solver, solver.solved(carried), carried, bool(directions), on_host, inputs.traced), []
+    arguments = inputs.u0, inputs.start, inputs.end, NO_TIMES, *inputs.p.leaves
+    vector = solve_operator(*arguments, solved=solved) if inputs.traced else solved.vector
     if solved.timed:
         # In a vector with times, states are double.
         end = solved.results.vector.size
@@ -103,7 +103,7 @@ def _by_kernel(
     sol = DeviceSolution.lazy(_deferred(solved, settings, times), t=settings.saveat, u_end=u_end, alg=settings.alg)
     if settings.ends:
         sol.t = batch.both_ends()
-        return at_ends(sol, lambda: given.u0, u_end)
+        return at_ends(sol, lambda: inputs.u0, u_end)
     sol.u = _shaped((last[None][:0] if saved is None else saved).transpose((2, 0, 1)), batch.shape)
     if times:
         sol.t_reached = times[0]
@@ -115,7 +115,7 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
     # The functions don't refer to states, so that the memory of the states can be released.
     results, arrays, alg, has_dt = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
-    rows = None if results.rows is None else results.rows[:5, : results.found_events]
+    rows = None if results.rows is None else results.rows[:5, : results.event_count]
     naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
     summary = solved.summary
     return {
@@ -147,12 +147,12 @@ def _shaped(x: Array, shape: Shape) -> Array:
     return x if len(shape) == 1 else x.reshape((*x.shape[:-1], *shape))
 
 
-def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
+def problem_for_gpu(compiler: Compiler, inputs: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
     """Return the problem to compile; if that is impossible, warn and return None, or raise with ``compile=True``."""
     if compiler.compile is False:
         return None
     must = compiler.compile is True
-    reason = _unsupported(given, batch, settings)
+    reason = _unsupported(inputs, batch, settings)
     if reason is None:
 
         def make(known: bool) -> TracedProblem | None:
@@ -162,43 +162,43 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
             for name, cost in zip(("f", *["a condition of the events"] * len(programs)), (g.cost for g in programs)):
                 if cost > MOST_OPERATIONS:
                     text = f"{name} has {cost} operations; up to {MOST_OPERATIONS} fit into a CUDA kernel"
-                    return compiler.warn(given.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
+                    return compiler.warn(inputs.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
             if traced is not None and not known:
-                try_once(host, settings.events, given.traced)
+                try_once(host, settings.events, inputs.traced)
             return traced
 
-        return remembered(make, batch, settings.events, given.traced, must, settings.alg.tableau.implicit, "gpu")
+        return remembered(make, batch, settings.events, inputs.traced, must, settings.alg.tableau.implicit, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or pass compile=False.")
-    compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves the problem by array operations")
+    compiler.warn(inputs.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves the problem by array operations")
     return None
 
 
-def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
+def _unsupported(inputs: Batch, batch: Batch, settings: Settings) -> str | None:
     if batch.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs support only float64 and float32"
     if any(map(is_complex, batch.p.leaves)):
         return "p has complex numbers, and kernels on GPUs support only real numbers"
     if settings.saveat is None:
         return "kernels don't support save_everystep=True"
-    if isbox(given.start) or isbox(given.end):
+    if isbox(inputs.start) or isbox(inputs.end):
         return "the solve is differentiated with respect to tspan, which kernels don't support"
-    if len(_traces(given)) > 1:
+    if len(_traces(inputs)) > 1:
         return "the solve is differentiated twice, and kernels support only first derivatives"
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
-    by_jvp = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
-    if adjoint_only and given.traced and (settings.gradient == "tangent" or by_jvp):
+    by_jvp = any(isbox(x) and isinstance(x._node, JVPNode) for x in (inputs.u0, *inputs.p.leaves))
+    if adjoint_only and inputs.traced and (settings.gradient == "tangent" or by_jvp):
         return f"the solve is differentiated by tangents, and kernels {adjoint_only} support only adjoints"
     return None
 
 
-def _traces(given: Batch) -> set[int]:
-    found = set()
-    for x in (given.u0, *given.p.leaves):
+def _traces(inputs: Batch) -> set[int]:
+    traces = set()
+    for x in (inputs.u0, *inputs.p.leaves):
         while isbox(x):
-            found.add(x._trace)
+            traces.add(x._trace)
             x = x._value
-    return found
+    return traces
 
 
 def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
@@ -249,7 +249,7 @@ class Solved:
         results = self.results
         if not self.timed:
             return self._to_caller(results.vector)
-        events = results.rows[4, : results.found_events]
+        events = results.rows[4, : results.event_count]
         return self._to_caller(np.concatenate([results.vector.astype(float), results.t_reached, events]))
 
     def _to_caller(self, x: Array) -> Array:
@@ -279,7 +279,7 @@ class Solved:
         with solver.arrays.current():
             times: list[Array] = []
             if self.timed:
-                end = g.size - solver.count - self.results.found_events
+                end = g.size - solver.count - self.results.event_count
                 g, *parts = g[:end], g[end : end + solver.count], g[end + solver.count :]
                 times = [device_rows(solver.arrays, part, float) for part in parts]
             bar = self._to_device(g)
@@ -298,17 +298,17 @@ class Solved:
     def _contracted(self, argnums: Sequence[int], bar: Array) -> dict[int, Array]:
         """Return the cotangents of the arguments, as rows, by tangents."""
         saved_bar, end_bar = self.solver.parts(bar)
-        found = {}
+        cotangents = {}
         for directions, results in self._tangents(self._directions(argnums)):
             for k, direction in enumerate(directions):
                 row = np.sum(results.du_end[k] * end_bar, axis=0)
                 if saved_bar is not None:
                     row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
                 # Tangents of failed trajectories may be NaN, which a factor of zero wouldn't remove.
-                found[direction] = np.where(came_through(results.codes), row, 0)
-        rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
+                cotangents[direction] = np.where(came_through(results.codes), row, 0)
+        rows = {U0: [cotangents["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
-            scalars = [found[self.solver.traced.direction(j)] for j in part.scalars]
+            scalars = [cotangents[self.solver.traced.direction(j)] for j in part.scalars]
             rows[part.place + LEAVES] = scalars if part.varies else [np.sum(row) for row in scalars]
         return {k: np.stack(row) for k, row in rows.items() if row}
 
@@ -333,11 +333,11 @@ class Solved:
     def _coefficients(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
         """Return the factor of the tangents in each direction: an array of one number, or of one per trajectory."""
         rows = {k: self._to_device(g) for k, g in tangents.items()}
-        found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
+        factors = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
         for part in self._parts(tuple(rows)):
             flat = rows[part.place + LEAVES].reshape(len(part.scalars), -1)
-            found.update({self.solver.traced.direction(j): flat[i] for i, j in enumerate(part.scalars)})
-        return found
+            factors.update({self.solver.traced.direction(j): flat[i] for i, j in enumerate(part.scalars)})
+        return factors
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:
         """Refuse derivatives of derivatives."""

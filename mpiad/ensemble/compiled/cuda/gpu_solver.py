@@ -63,7 +63,7 @@ class DeviceResults(NamedTuple):
     summary: Array  # shape (2,); the number of failed trajectories, and the largest number of steps
     rows: Any = None  # shape (6, event_capacity); the table of events, see `cuda_kernels`; None without events
     heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
-    found_events: int = 0  # the number of used columns of the table
+    event_count: int = 0  # the number of used columns of the table
 
 
 class Solver:
@@ -98,7 +98,7 @@ class Solver:
                 return results
             event_count = int(self.arrays.to_host(counter)[0])
             if event_count <= event_capacity:
-                return results._replace(rows=table[0], heads=table[3], found_events=event_count)
+                return results._replace(rows=table[0], heads=table[3], event_count=event_count)
             event_capacity = event_count  # the solve is repeated, with columns for all events
 
     def _table(self, event_capacity: int) -> tuple[tuple[Any, ...], Any]:
@@ -276,11 +276,11 @@ def _copied_together(
     arrays: ArrayModule, content: bytes, kinds: tuple[tuple[np.dtype, tuple[int, ...]], ...]
 ) -> list[Array]:
     """Return device arrays of these dtypes and shapes; kernels don't write to them."""
-    copy, stop, found = arrays.to_device(np.ndarray(len(content), np.uint8, content)), 0, []
+    copy, stop, parts = arrays.to_device(np.ndarray(len(content), np.uint8, content)), 0, []
     for dtype, shape in kinds:
         start, stop = stop, stop + dtype.itemsize * math.prod(shape)
-        found.append(copy[start:stop].view(dtype).reshape(shape))
-    return found
+        parts.append(copy[start:stop].view(dtype).reshape(shape))
+    return parts
 
 
 def device_rows(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
