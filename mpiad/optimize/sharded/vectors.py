@@ -4,7 +4,8 @@ A tile is a range of columns of all rows. Operations process one tile after the 
 tile's operations use repeatedly fit into the cache. On a device there is one tile.
 
 Two rows form a slot. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
-stores the gradient g at the current point and the next direction. The slot after it stores the gradients of trial points.
+stores the gradient g at the current point and the next direction. The slot after it stores the gradient of a trial point,
+and that of the best earlier trial of the search.
 When a trial is accepted, the slots change their roles without copies: g becomes y in place, the direction becomes the step,
 and the slot of the oldest pair becomes the slot for trials.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import autograd.numpy as anp
@@ -111,3 +113,27 @@ def test_a_solve_that_leaves_the_domain() -> None:
     )  # fmt: skip
     assert result.success and result.nfev <= 35
     np.testing.assert_allclose(result.x, 0.1, rtol=1e-4)
+
+
+def test_vectors_in_memory() -> None:
+    """2 m + 6 of them with m pairs: four besides the pairs' slots, the point and the trial."""
+    n, pairs, kept = 100_000, 5, []
+    weights, target = np.linspace(1.0, 50.0, n), np.sin(np.arange(n))
+
+    def value_and_gradient(x: np.ndarray) -> tuple[float, np.ndarray]:
+        return float(np.sum(weights * (x - target) ** 2)), 2.0 * weights * (x - target)
+
+    def solve(callback: Callable[..., None]) -> None:
+        options = {"maxcor": pairs, "maxiter": 12}
+        mpiad.minimize(
+            value_and_gradient, np.zeros(n), method="L-BFGS-sharded", jac=True, options=options, callback=callback
+        )
+
+    solve(lambda x: None)  # imports what it needs
+    tracemalloc.start()
+    try:
+        solve(lambda x: kept.append(tracemalloc.get_traced_memory()[0] / (8 * n)))
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == 12
+    assert max(kept) < 2 * pairs + 6 + 2.3  # with the start that the caller has made, and the callback's copy
