@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Shape
+from mpiad.primitives.custom_operator import InPlace
 from mpiad.programs.array_program import (
     COMPUTED,
     FLOATS,
@@ -120,7 +121,7 @@ def root_of(buffers: Sequence[Buffer], b: int) -> int:
     return b
 
 
-def working_in_place(node: Node) -> Any:
+def working_in_place(node: Node) -> InPlace | None:
     """Return the in-place implementation of a node's operator, None if there is none or it doesn't apply."""
     call = node.data
     if node.kind != "communicate" or call.kind != "operate" or len(node.inputs) != 1 or not isinstance(call.args[0], Slot):
@@ -435,7 +436,7 @@ class Schedule:
         missing = [x for x in dict.fromkeys(sources) if self._buffer_of(x) is None]
         places = {x: self._temporary(x) for x in missing if x in self.places}
         self._compute([(x, places.get(x), x not in self.places) for x in missing], n)
-        inputs: Any = [places[x].buffer if x in places else self._buffer_of(x) for x in sources]
+        inputs: list[int] = [places[x].buffer if x in places else self._buffer_of(x) for x in sources]  # type: ignore[misc]
         for k, (x, source) in enumerate(zip(node.inputs, sources)):
             if x != source:
                 view = self.nodes[x]
@@ -447,7 +448,7 @@ class Schedule:
         for x, buffer in zip(arrays, results):
             self._record(x, Place.of(buffer, self.nodes[x].shape))
 
-    def _run_in_place(self, n: int, operator: Any) -> None:
+    def _run_in_place(self, n: int, operator: InPlace) -> None:
         node = self.nodes[n]
         (x,) = node.inputs
         rest = node.data.args[1:]
@@ -465,7 +466,7 @@ class Schedule:
         self.steps.append(Run(n, (buffer,), True))
         self._record(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
 
-    def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
+    def _note_copies(self, buffer: int, loops: Sequence[Loop]) -> None:
         """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
