@@ -66,10 +66,10 @@ class FunctionReader:
 
     # ---- what subclasses record
 
-    def constant(self, value: Any) -> None:
+    def constant(self, value: object) -> None:
         """Record a number, a text, code, a class, or a module or function of a constant library."""
 
-    def is_known(self, value: Any) -> bool:
+    def is_known(self, value: object) -> bool:
         """Return whether an object was read before, and needn't be read again; may note that it is read now."""
         raise NotImplementedError
 
@@ -82,18 +82,18 @@ class FunctionReader:
     def function(self, value: FunctionType) -> None:
         """Record a user's function; the objects that it uses are read afterwards."""
 
-    def variable(self, cell: CellType, value: Any) -> None:
+    def variable(self, cell: CellType, value: object) -> None:
         """Record the value of a variable of an enclosing function."""
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
         """Record the object of a name in a namespace, or that the name is missing."""
 
-    def library_object(self, value: Any) -> None:
+    def library_object(self, value: object) -> None:
         """Record an instance of a class of a constant library."""
 
     # ---- objects of all kinds
 
-    def read(self, value: Any) -> None:
+    def read(self, value: object) -> None:
         """Record a value, and all objects that can be reached from it."""
         if type(value) in _NUMBERS_AND_TEXTS:
             self.constant(value)
@@ -114,12 +114,12 @@ class FunctionReader:
             self.reading = f"{'.'.join((fun.__code__.co_varnames[0], *attributes))} in {fun.__qualname__}"
             self._chain(value, attributes)
 
-    def read_held(self, value: Any) -> None:
+    def read_held(self, value: object) -> None:
         """Record an object found in a function or object of a library, if it may come from the user."""
         if isinstance(value, (FunctionType, MethodType, np.ndarray, *_CONTAINERS)) or self._wrapped(value) is not None:
             self.read(value)
 
-    def read_state(self, value: Any) -> None:
+    def read_state(self, value: object) -> None:
         """Record all attributes in the `__dict__` of an object."""
         state = getattr(value, "__dict__", None)
         if state:
@@ -127,7 +127,7 @@ class FunctionReader:
             for part in state.values():
                 self.read_held(part)
 
-    def other(self, value: Any) -> None:
+    def other(self, value: object) -> None:
         """Record an object of a class that isn't in `_READERS`."""
         wrapped = self._wrapped(value)
         if wrapped is not None:
@@ -252,7 +252,7 @@ class FunctionReader:
 
     # ---- constant libraries
 
-    def is_constant(self, value: Any) -> bool:
+    def is_constant(self, value: object) -> bool:
         """Return whether a module, a class, or the class of an object belongs to a constant library."""
         if isinstance(value, ModuleType):
             return _is_in(value.__name__, self.constant_modules)
@@ -409,7 +409,7 @@ def same_bits(x: Array, y: Array) -> bool:
     return np.array_equal(np.asarray(x).reshape(-1).view(word), np.asarray(y).reshape(-1).view(word))
 
 
-def is_writable(x: Any) -> bool:
+def is_writable(x: object) -> bool:
     """Return whether an array, or the array of which it is a view, is writable."""
     while isinstance(x, np.ndarray):
         if x.flags.writeable:
@@ -522,7 +522,7 @@ class _WatchReader(FunctionReader):
         if self._names & self._communicating - _OF_COMMUNICATORS:
             raise Unknown("bare communication")
 
-    def is_known(self, value: Any) -> bool:
+    def is_known(self, value: object) -> bool:
         if id(value) in self._known:
             return True
         self._known[id(value)] = value
@@ -543,7 +543,7 @@ class _WatchReader(FunctionReader):
         self.watch.note(same, value, value.__code__, value.__defaults__, value.__kwdefaults__)
         self._names |= attributes_of_results(value.__code__)
 
-    def variable(self, cell: CellType, value: Any) -> None:
+    def variable(self, cell: CellType, value: object) -> None:
         self.watch.note("{0}.cell_contents is {1}", cell, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
@@ -551,19 +551,19 @@ class _WatchReader(FunctionReader):
             self._noted.add((id(names), name))
             self.watch.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
 
-    def other(self, value: Any) -> None:
+    def other(self, value: object) -> None:
         if type(value) in _boxes:
             raise HoldsTraced
         if _is_communicator(value):
             self._communicating.update(name for name in dir(value) if callable(getattr(type(value), name, None)))
         super().other(value)
 
-    def read_held(self, value: Any) -> None:
+    def read_held(self, value: object) -> None:
         if type(value) in _boxes:
             raise HoldsTraced
         super().read_held(value)
 
-    def library_object(self, value: Any) -> None:
+    def library_object(self, value: object) -> None:
         if not type(value).__module__.startswith(("mpiad", "mpi4py", "autograd")):
             self.read_state(value)
 
@@ -612,7 +612,7 @@ class _Survey(_WatchReader):
         return super().attribute(value, name)
 
 
-def _is_communicator(value: Any) -> bool:
+def _is_communicator(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "mpi4py" and hasattr(value, "Get_rank")
 
 

@@ -63,7 +63,7 @@ def without_floats(fingerprint: Fingerprint | None) -> Fingerprint | None:
 
 
 @lru_cache(1024)
-def is_of_a_package(primitive: Any) -> bool:
+def is_of_a_package(primitive: object) -> bool:
     """Return whether autograd or this library defines a primitive; its rules then are the derivatives of its body."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(("autograd.", "mpiad."))]
     return any(value is primitive for module in modules for value in list(vars(module).values()))
@@ -95,7 +95,7 @@ class _ValueReader(FunctionReader):
     def read_held(self, value: object) -> None:
         self.read(value)
 
-    def constant(self, value: Any) -> None:
+    def constant(self, value: object) -> None:
         kind = type(value)
         if kind is np.void or isinstance(value, type) and issubclass(value, BaseException) and not self.is_constant(value):
             raise Unknown
@@ -125,7 +125,7 @@ class _ValueReader(FunctionReader):
     def name(self, names: Mapping[str, Any], name: str) -> None:
         self.entries.append(name)
 
-    def library_object(self, value: Any) -> None:
+    def library_object(self, value: object) -> None:
         slots = [kind.__dict__.get("__slots__") for kind in type(value).__mro__[:-1]]
         if not hasattr(value, "__dict__") and None in slots:
             raise Unknown  # an object of a class written in C

@@ -9,9 +9,8 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.device import to_host
 from mpiad.device.assembly import concatenate
-from mpiad.device.transfer import array_to_device
+from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.primitives.cotangents import conform
 from mpiad.transport import Spec
 
@@ -46,4 +45,4 @@ class Concatenation:
             return spec.zeros()
         # Slicing the whole vector is avoided, since the adjoint would allocate an array.
         part = anp.reshape(vector if b - a == self._offsets[-1] else vector[a:b], spec.shape)
-        return conform(part if spec.arrays == self._device else to_host(part), *spec)
+        return conform(part if spec.arrays == self._device else array_to_host(part), *spec)

@@ -17,7 +17,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Scalar, Shape
-from mpiad.device import to_host
+from mpiad.device.transfer import array_to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
@@ -90,7 +90,7 @@ def reduce_objective(
     """Return J on all ranks; raise on all ranks if a rank has a problem, or if `shapes` differ between ranks."""
     term: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
-        value = to_host(value if value.shape == () else value.reshape(()))
+        value = array_to_host(value if value.shape == () else value.reshape(()))
     if problem is None and weight != 0.0:
         term = value if np.ndim(value) == 0 else value.reshape(())
         # The dtype must be the same on all ranks, and ranks with weight zero contribute a float64.

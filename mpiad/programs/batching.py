@@ -33,7 +33,11 @@ class Batched:
         self.program.constants = program.constants
         for n in program.inputs:
             node = program.nodes[n]
-            self._input(n, node._replace(shape=(lanes, *node.shape)) if n in self.with_lanes else node)
+            if node.dtype == object:
+                raise NotImplementedError
+            shape = (lanes, *node.shape) if n in self.with_lanes else node.shape
+            self.numbers[n] = self.program.input(shape, node.dtype)
+            self._weaken(n)
         for n in program.needed():
             if n not in self.numbers:
                 node = program.nodes[n]
@@ -42,12 +46,6 @@ class Batched:
                 self._weaken(n)
         self.program.outputs = list(map(self._over_lanes, program.outputs))
         self.replays = Replays(Schedule(self.program))
-
-    def _input(self, n: int, node: Node) -> None:
-        if node.dtype == object:
-            raise NotImplementedError
-        self.numbers[n] = self.program.input(node.shape, node.dtype)
-        self._weaken(n)
 
     def _weaken(self, n: int) -> None:
         if n in self.old.weak:

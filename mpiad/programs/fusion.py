@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Shape
+from mpiad.primitives.custom_operator import InPlace
 from mpiad.programs.array_program import (
     COMPUTED,
     FLOATS,
@@ -71,6 +72,11 @@ class Place(NamedTuple):
     buffer: int
     map: IndexMap
 
+    @classmethod
+    def of(cls, buffer: int, shape: Shape) -> Place:
+        """Return the place of an array that has the shape of its buffer."""
+        return cls(buffer, identity(len(shape)))
+
 
 class Item(NamedTuple):
     """An array that a loop computes, copies or reduces, and writes."""
@@ -115,7 +121,7 @@ def root_of(buffers: Sequence[Buffer], b: int) -> int:
     return b
 
 
-def working_in_place(node: Node) -> Any:
+def working_in_place(node: Node) -> InPlace | None:
     """Return the in-place implementation of a node's operator, None if there is none or it doesn't apply."""
     call = node.data
     if node.kind != "communicate" or call.kind != "operate" or len(node.inputs) != 1 or not isinstance(call.args[0], Slot):
@@ -243,15 +249,15 @@ class Materialization:
                 exponent = self.nodes[node.inputs[-1]]
                 by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)
                 costs[n] += 2 if by_products else _COSTS.get(node.data[0], _CALL)
-            found = frozenset(stored).union(*(sets[x] for x in computed))
-            sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
+            read = frozenset(stored).union(*(sets[x] for x in computed))
+            sets[n] = read if len(read) <= _MOST_LEAVES else frozenset(sorted(read)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
             eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
             # Running sums of cotangents are kept. Otherwise each step would compute the whole sum again.
-            crowded = node.part > 0 and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
+            crowded = node.part > 0 and len(read) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)
-        return costs, {n: len(found) for n, found in sets.items()}, long
+        return costs, {n: len(read) for n, read in sets.items()}, long
 
     def _forced(self) -> set[int]:
         forced = self.program.stored & set(self.needed)
@@ -265,8 +271,8 @@ class Materialization:
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
                 # The dtype of doubles equals None.
-                read = ((x, self.program.precision(x)) for x in node.inputs)
-                forced.update(x for x, found in read if found is not None and found != self.program.precision(n))
+                precisions = ((x, self.program.precision(x)) for x in node.inputs)
+                forced.update(x for x, one in precisions if one is not None and one != self.program.precision(n))
             elif node.kind in _CUTS:
                 operator = working_in_place(node)
                 for x in [source_of(self.program, node, x) for x in node.inputs]:
@@ -305,8 +311,8 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
         for x, start in zip(node.inputs, program.bounds_of(node)):
             yield x, shifted(identity(len(node.shape)), node.data, -start)
     elif node.kind == "update":
-        own = identity(len(node.shape))
-        yield from zip(node.inputs, (own, within(own, node.data)))
+        entire = identity(len(node.shape))
+        yield from zip(node.inputs, (entire, within(entire, node.data)))
     elif node.kind == "gather":
         x, index = node.inputs
         map, axis = node.data
@@ -352,7 +358,7 @@ class Schedule:
         for n in self.needed:
             node = self.nodes[n]
             if node.kind in ("input", "constant"):
-                self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
+                self._record(n, Place.of(self._buffer(node.kind, node.shape, node.dtype, node.data), node.shape))
         for part, (start, end) in enumerate(pairwise([0, *program.ends, len(program.outputs)])):
             self.part_starts += [len(self.steps)] * (part > 0)
             for n in self.cuts:
@@ -373,36 +379,40 @@ class Schedule:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
         # Later parts mustn't read the buffers of outputs, which the caller may change.
         last = part == len(self.program.ends)
-        wanted: list[tuple[int, Place | None, bool]] = []
-        found: dict[int, int] = {}
+        targets: list[tuple[int, Place | None, bool]] = []
+        buffers: dict[int, int] = {}
         for place in sorted(places, key=lambda place: place not in self.program.kept):
             n = self.program.outputs[place]
-            node, whole = self.nodes[n], self._whole(n)
+            node, buffer = self.nodes[n], self._buffer_of(n)
             is_kept = place in self.program.kept
-            is_own = (
-                whole is not None and self.buffers[whole].kind == "result" and whole not in map(self._root, found.values())
+            is_new = (
+                buffer is not None
+                and self.buffers[buffer].kind == "result"
+                and buffer not in map(self._root, buffers.values())
             )
-            if node.dtype not in COMPUTED or (is_kept and whole is not None) or (last and is_own):
-                found[place] = whole  # type: ignore[assignment]  # loops copy no integers: the replay does
+            if node.dtype not in COMPUTED or (is_kept and buffer is not None) or (last and is_new):
+                buffers[place] = buffer  # type: ignore[assignment]  # loops copy no integers: the replay does
                 continue
-            found[place] = self._buffer("temporary" if is_kept else "output", node.shape, node.dtype, place)
-            wanted.append((n, Place(found[place], identity(len(node.shape))), last or is_kept))
+            buffers[place] = self._buffer("temporary" if is_kept else "output", node.shape, node.dtype, place)
+            targets.append((n, Place.of(buffers[place], node.shape), last or is_kept))
         end = next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))  # the first node of later parts
-        self._compute(wanted, end)
-        return [found[place] for place in sorted(found)]
+        self._compute(targets, end)
+        return [buffers[place] for place in sorted(buffers)]
 
     def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1, map: IndexMap | None = None) -> int:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data, map))
         return len(self.buffers) - 1
 
-    def _place(self, n: int, place: Place) -> None:
+    def _temporary(self, n: int) -> Place:
+        node = self.nodes[n]
+        return Place.of(self._buffer("temporary", node.shape, node.dtype), node.shape)
+
+    def _record(self, n: int, place: Place) -> None:
+        """Record the place from which a node is read."""
         self.places[n] = place
         self._nodes_in.setdefault(self._root(place.buffer), []).append(n)
 
-    def _own(self, n: int, buffer: int) -> None:
-        self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
-
-    def _whole(self, n: int) -> int | None:
+    def _buffer_of(self, n: int) -> int | None:
         """Return a buffer that contains the entries of a node and nothing else, in the node's shape; None if none does."""
         place, shape = self.places.get(n), self.nodes[n].shape
         if place is None:
@@ -423,40 +433,40 @@ class Schedule:
             self._run_in_place(n, operator)
             return
         sources = [source_of(self.program, node, x) for x in node.inputs]
-        missing = [x for x in dict.fromkeys(sources) if self._whole(x) is None]
-        places = {x: self._new_place(x) for x in missing if x in self.places}
+        missing = [x for x in dict.fromkeys(sources) if self._buffer_of(x) is None]
+        places = {x: self._temporary(x) for x in missing if x in self.places}
         self._compute([(x, places.get(x), x not in self.places) for x in missing], n)
-        inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in sources]
+        inputs: list[int] = [places[x].buffer if x in places else self._buffer_of(x) for x in sources]  # type: ignore[misc]
         for k, (x, source) in enumerate(zip(node.inputs, sources)):
             if x != source:
                 view = self.nodes[x]
                 inputs[k] = self._buffer("alias", view.shape, view.dtype, inputs[k], view.data)
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
-        made = items or ([n] if n in self._users or n in self.program.outputs else [])
-        results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in made]
+        arrays = items or ([n] if n in self._users or n in self.program.outputs else [])
+        results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in arrays]
         self.steps.append(Run(n, tuple(inputs), False, tuple(results)))
-        for x, buffer in zip(made, results):
-            self._own(x, buffer)
+        for x, buffer in zip(arrays, results):
+            self._record(x, Place.of(buffer, self.nodes[x].shape))
 
-    def _run_in_place(self, n: int, operator: Any) -> None:
+    def _run_in_place(self, n: int, operator: InPlace) -> None:
         node = self.nodes[n]
         (x,) = node.inputs
         rest = node.data.args[1:]
-        given = self.nodes[x].shape
-        lead = (0,) * (len(given) - len(operator.given(*rest)))
-        buffer = self._buffer("temporary", given[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
+        shape = self.nodes[x].shape
+        lead = (0,) * (len(shape) - len(operator.given(*rest)))
+        buffer = self._buffer("temporary", shape[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
         place = Place(buffer, beginning_at(lead + tuple(operator.given(*rest))))
         # If the operator changes its argument and other nodes read the argument, these read a copy.
         shared = operator.changes_given and self._decision.is_shared(x)
-        wanted: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
+        copies: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
         before = len(self.steps)
-        self._compute([*wanted, (x, place, not operator.changes_given)], n)
+        self._compute([*copies, (x, place, not operator.changes_given)], n)
         if not operator.changes_given:
             self._note_copies(buffer, self.steps[before:])
         self.steps.append(Run(n, (buffer,), True))
-        self._place(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
+        self._record(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
 
-    def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
+    def _note_copies(self, buffer: int, loops: Sequence[Loop]) -> None:
         """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
@@ -467,24 +477,18 @@ class Schedule:
                 if (node.kind, node.shape, node.dtype) == alike and map == identity(len(loop.shape)):
                     self.copies.setdefault(n, (len(self.steps), item.place))
 
-    def _new_place(self, n: int) -> Place:
-        node = self.nodes[n]
-        return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
-
-    def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
-        """Append loops that compute the `wanted` nodes, and all nodes before `cut` that are kept in memory."""
-        # `wanted`: a node, the place for it (None for a new buffer), and whether it may be read from there later.
+    def _compute(self, targets: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
+        """Append loops that compute the nodes in `targets`, and all nodes before `cut` that are kept in memory."""
+        # `targets`: a node, the place for it (None for a new buffer), and whether it may be read from there later.
         items: list[Item] = []
-        for n, place, is_readable in wanted:
-            if place is not None:
-                self._put(n, place, is_readable, items)
-            elif n not in self.places:
-                self._keep(n, items)
+        for n, place, is_readable in targets:
+            if place is not None or n not in self.places:
+                self._store(n, place, is_readable, items)
         # The order is that of the program, so that the memory of operands can be reused.
         while self._waiting and self._waiting[0] < cut:
             n = self._waiting.popleft()
             if n not in self.places:
-                self._keep(n, items)
+                self._store(n, None, True, items)
         # Operands that are kept in memory are appended to `items`, so that the `for` visits their operands, too.
         seen: set[int] = set()
         for item in items:
@@ -496,22 +500,37 @@ class Schedule:
                 if n in self.places or n in seen:
                     continue
                 if n in self._kept:
-                    self._keep(n, items)
+                    self._store(n, None, True, items)
                 else:
                     seen.add(n)
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
 
-    def _put(self, n: int, place: Place, is_readable: bool, items: list[Item]) -> None:
-        """Append the items that store a node at a place; `is_readable`: whether the node may be read from there later."""
+    def _store(self, n: int, place: Place | None, is_readable: bool, items: list[Item]) -> None:
+        """Append the items that store a node at a place, by default in a new buffer.
+
+        The node may be read from there later if `is_readable`.
+        """
         node = self.nodes[n]
+        if place is None and node.kind == "reshape":
+            (x,) = node.inputs
+            if x not in self.places:
+                self._store(x, None, True, items)
+            buffer = self._buffer_of(x)
+            if buffer is None:
+                copy = self._temporary(x)
+                self._store(x, copy, False, items)
+                buffer = copy.buffer
+            self._record(n, Place.of(self._buffer("alias", node.shape, node.dtype, buffer), node.shape))
+            return
+        place = place or self._temporary(n)
         copies = n in self.places
-        is_whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
-        if not copies and node.kind in _BY_SOURCE and not is_whole:
-            self._keep(n, items)
+        fills_buffer = place == Place.of(place.buffer, node.shape) and self.buffers[place.buffer].shape == node.shape
+        if not copies and node.kind in _BY_SOURCE and not fills_buffer:
+            self._store(n, None, True, items)
             copies = True
         if is_readable and not copies:
-            self._place(n, place)
+            self._record(n, place)
         if not copies and node.kind in _BY_SOURCE:
             x = node.inputs[0]
             shape = self.nodes[x].shape
@@ -525,39 +544,23 @@ class Schedule:
                 items.append(Item(n, x, reads, sums, reduction="add"))
             else:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
-                self._put(x, Place(alias, identity(len(shape))), is_readable, items)
+                self._store(x, Place.of(alias, shape), is_readable, items)
             return
         # A join is stored part by part. If it is copied within one buffer, so are its parts: a copy of the whole join would
         # wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             for x, start in zip(node.inputs, self.program.bounds_of(node)):
-                self._put(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
+                self._store(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
             return
         # If the view contains all entries of its source, the source is stored in the order of the view. This is done
         # only if both are in memory, or neither is.
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
-                self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
+                self._store(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
                 return
         reads = to_long(node.shape)
         items.append(Item(n, n, reads, Place(place.buffer, composed(place.map, reads)), copies))
-
-    def _keep(self, n: int, items: list[Item]) -> None:
-        """Append the items that store a node in a new buffer."""
-        node = self.nodes[n]
-        if node.kind == "reshape":
-            (x,) = node.inputs
-            if x not in self.places:
-                self._put(x, self._new_place(x), True, items)
-            whole = self._whole(x)
-            if whole is None:
-                place = self._new_place(x)
-                self._put(x, place, False, items)
-                whole = place.buffer
-            self._own(n, self._buffer("alias", node.shape, node.dtype, whole))
-        else:
-            self._put(n, self._new_place(n), True, items)
 
     def _group(self, items: list[Item]) -> None:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
@@ -576,16 +579,16 @@ class Schedule:
             shape: Shape | None = None
             precision, fold = None, ""
             for item in pending:
-                own_shape, own_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
-                if shape is not None and (own_shape != shape or "axes" in (item.fold, fold)):
+                item_shape, item_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
+                if shape is not None and (item_shape != shape or "axes" in (item.fold, fold)):
                     continue
                 if item.fold and fold and item.fold != fold:
                     continue
-                if own_precision is not None and precision is not None and own_precision != precision:
+                if item_precision is not None and precision is not None and item_precision != precision:
                     continue  # a loop computes in one precision, and doesn't round values to another one
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
-                    shape, precision, fold = own_shape, precision or own_precision, fold or item.fold
+                    shape, precision, fold = item_shape, precision or item_precision, fold or item.fold
                     if not item.reduction and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:

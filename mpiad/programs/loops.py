@@ -11,7 +11,6 @@ so that the processor can vectorize it. For a given shape, the order of the oper
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect
 from collections.abc import Sequence
 from functools import reduce
@@ -59,9 +58,9 @@ class LoopText:
         self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
         program = schedule.program
-        found = {program.precision(item.of) or PRECISIONS.get(self.nodes[item.of].dtype) for item in loop.items} - {None}
+        precisions = {program.precision(item.of) or PRECISIONS.get(self.nodes[item.of].dtype) for item in loop.items}
         single, double = FLOATS
-        self.real = single if found == {single} else double
+        self.real = single if precisions - {None} == {single} else double
         # The real numbers that are reduced: an item, and 0 for a real number or the real part, 1 for the imaginary part.
         self.folds = [
             (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
@@ -107,16 +106,16 @@ class LoopText:
 
     def overwrite(self, c: int, b: int) -> None:
         """Store array b in buffer c, whose entries the loop reads at the indices at which it writes b."""
-        self._body = re.sub(rf"\b{self.buffers.pop(b)}\b", self.buffers[c], self._body)
+        self._body = f"    {self.buffers.pop(b)} = {self.buffers[c]}\n{self._body}"
         self.written = self.written - {b} | {c}
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
 
     def _kind(self, buffer: int) -> str:
-        found = self.schedule.buffers[buffer]
-        name = "boolean" if found.dtype == bool else PRECISIONS.get(found.dtype, found.dtype).name
-        return f"{name}[{', '.join([':'] * len(found.shape[1:]) + ['::1'])}]"
+        _, shape, dtype, *_ = self.schedule.buffers[buffer]
+        name = "boolean" if dtype == BOOLEAN else PRECISIONS.get(dtype, dtype).name
+        return f"{name}[{', '.join([':'] * len(shape[1:]) + ['::1'])}]"
 
     def _boxes(self) -> tuple[Box, Array | None]:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
@@ -134,7 +133,7 @@ class LoopText:
                 for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
                     _note(points, axis, start)
                     _note(points, axis, start + length)
-        inside = [max(pairwise(sorted(found)), key=lambda pair: pair[1] - pair[0]) for found in points]
+        inside = [max(pairwise(sorted(indices)), key=lambda pair: pair[1] - pair[0]) for indices in points]
         boxes: list[Box] = []
         cut([(0, n) for n in shape], inside, [], boxes)
         return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
@@ -157,60 +156,60 @@ class LoopText:
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
         if not ranges:
             return inner + self._folded("0")
-        made = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
+        heads = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
         if self.lanes and box is not None:
             lo, hi = box[last]
-            whole = lo + (hi - lo) // LANES * LANES
+            middle = lo + (hi - lo) // LANES * LANES
             block = [
-                f"for j in range({lo}, {whole}, {LANES}):",
+                f"for j in range({lo}, {middle}, {LANES}):",
                 *indented([f"for l in range({LANES}):"]),
                 *indented([f"i{last} = j + l", *inner, *self._folded("l")], 2),
             ]
-            rest = [f"for i{last} in range({whole}, {hi}):", *indented([*inner, *self._folded("0")])]
+            rest = [f"for i{last} in range({middle}, {hi}):", *indented([*inner, *self._folded("0")])]
             if self._by_rows:
-                return made + indented([*self._first_lanes(), *block, *rest, *self._combined_lanes()], last)
-            return made + indented([*block, *rest], last)
-        return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *self._folded("0")])], last)
+                return heads + indented([*self._first_lanes(), *block, *rest, *self._combined_lanes()], last)
+            return heads + indented([*block, *rest], last)
+        return heads + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *self._folded("0")])], last)
 
     def _folded(self, lane: str) -> list[str]:
         """Return the lines that combine the values f0, f1, ... with the partial results at index `lane`."""
-        made = []
+        text = []
         for k, (fold, part) in enumerate(self.folds):
             target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(*fold.place, part)
-            made.append(f"{target} = {OPERATIONS[fold.reduction].text.format(target, f'f{k}')}")
-        return made
+            text.append(f"{target} = {OPERATIONS[fold.reduction].text.format(target, f'f{k}')}")
+        return text
 
     def _before(self) -> list[str]:
         if self.lanes and not self._by_rows:
             return self._first_lanes()
-        made = []
+        text = []
         for fold, part in self.folds:
             buffer = fold.place.buffer
             shape = self.schedule.buffers[buffer].shape
             for axis, n in enumerate(shape):
-                made += indented([f"for i{axis} in range({n}):"], axis)
+                text += indented([f"for i{axis} in range({n}):"], axis)
             first = number(_FIRST[fold.reduction])
-            made += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
-        return made
+            text += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
+        return text
 
     def _first_lanes(self) -> list[str]:
-        made = []
+        text = []
         for k, (fold, _) in enumerate(self.folds):
-            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(_FIRST[fold.reduction])}"])]
-        return made
+            text += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(_FIRST[fold.reduction])}"])]
+        return text
 
     def _combined_lanes(self) -> list[str]:
         """Return the lines that combine the partial results, for rows also with the result for earlier indices."""
-        made = []
+        text = []
         for k, (fold, part) in enumerate(self.folds):
             width, target, combined = LANES, self.entry(*fold.place, part), OPERATIONS[fold.reduction].text
             while width > 1:
                 width //= 2
                 both = combined.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
-                made += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
+                text += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
             result = f"w[{LANES * k}]"
-            made.append(f"{target} = {combined.format(target, result) if self._by_rows else result}")
-        return made
+            text.append(f"{target} = {combined.format(target, result) if self._by_rows else result}")
+        return text
 
     def entry(self, buffer: int, map: IndexMap, part: int = 0, clamped: bool = False) -> str:
         """Return the expression of a part of an entry; `clamped`: whether the entry's indices are moved into the bounds."""
@@ -245,9 +244,9 @@ def _note(points: list[set[int]], axis: Axis, at: int) -> None:
         return
     distance = at - axis.offset
     first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
-    found = points[axis.source]
-    if 0 < first < max(found):
-        found.add(first)
+    indices = points[axis.source]
+    if 0 < first < max(indices):
+        indices.add(first)
 
 
 def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
@@ -294,9 +293,9 @@ class _LoopBody:
         outputs, targets = [], []
         for item in loop.items:
             read = item.copies and item.node not in loop.inside
-            made = self._load(item.node, item.reads) if read else self.value(item.of, item.reads)
-            made = made.as_number() if item.reduction else made
-            for part, x in enumerate((made.real, made.imag) if made.is_complex else (made,)):
+            entry = self._load(item.node, item.reads) if read else self.value(item.of, item.reads)
+            entry = entry.as_number() if item.reduction else entry
+            for part, x in enumerate((entry.real, entry.imag) if entry.is_complex else (entry,)):
                 outputs.append(x.number)
                 place = f"f{writer.folds.index((item, part))}" if item.reduction else writer.entry(*item.place, part)
                 targets.append(place)
@@ -305,14 +304,14 @@ class _LoopBody:
         # The two bodies use different names, since a variable has one type in the whole kernel.
         x, v = ("y", "u") if self.box is None else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
-        used = {value for op, _, value in program.instructions if op == "input"}
-        made_lines = []
+        inputs = {value for op, _, value in program.instructions if op == "input"}
+        loads = []
         for (buffer, map, part), place in self.loads.items():
-            if ("x", place) in used:
+            if ("x", place) in inputs:
                 text = writer.entry(buffer, map, part, clamped=self.box is None)
-                made_lines.append(f"{x}{place} = {self._converted(buffer, text)}")
-        made_lines += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in used]
-        return made_lines + lines(program, names, targets, dtype=writer.real, prefix=v)
+                loads.append(f"{x}{place} = {self._converted(buffer, text)}")
+        loads += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in inputs]
+        return loads + lines(program, names, targets, dtype=writer.real, prefix=v)
 
     def _converted(self, buffer: int, text: str) -> str:
         dtype, real = self.writer.schedule.buffers[buffer].dtype, self.writer.real
@@ -339,8 +338,8 @@ class _LoopBody:
         if node.kind == "number":
             return Symbol(self.builder, number_of(self.builder, node.data)).of_kind(node.dtype.kind)
         if node.kind == "elementwise":
-            given = [self.value(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
-            return node.data[1](*given).of_kind(node.dtype.kind)
+            operands = [self.value(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
+            return node.data[1](*operands).of_kind(node.dtype.kind)
         if node.kind in ("view", "gather"):
             ((x, inner),) = reads_of(self.writer.schedule.program, node)
             return self.value(x, composed(inner, map))
@@ -365,12 +364,12 @@ class _LoopBody:
     def _updated(self, inputs: Sequence[int], starts: Sequence[int], map: IndexMap) -> Symbol:
         base, block = inputs
         conditions = []
-        for axis, start, n, whole in zip(map, starts, self.nodes[block].shape, self.nodes[base].shape):
+        for axis, start, n, length in zip(map, starts, self.nodes[block].shape, self.nodes[base].shape):
             known = self._known_index(axis)
             if known is None:
                 if start > 0:
                     conditions.append(self._index(axis) >= float(start))
-                if start + n < whole:
+                if start + n < length:
                     conditions.append(self._index(axis) < float(start + n))
             elif not start <= known < start + n:
                 return self.value(base, map)
@@ -386,5 +385,5 @@ class _LoopBody:
 
     def _index(self, axis: Axis) -> Symbol:
         i = Symbol(self.builder, self.builder.input("i", axis.source))  # type: ignore[arg-type]
-        made = i if axis.stride == 1 else i * float(axis.stride)
-        return made + float(axis.offset) if axis.offset else made
+        index = i if axis.stride == 1 else i * float(axis.stride)
+        return index + float(axis.offset) if axis.offset else index

@@ -164,17 +164,11 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
         if not (self.weak and is_weak):
             return self.recorder.call(ufunc, given, {})
-        if ufunc is np.power:
-            _ask_for_integers(given)
+        if ufunc is np.power and all(np.result_type(x).kind in "iu" for x in plain(given)):
+            mapped(given, ask_for_integer)  # ends the trace: NumPy's powers of integers overflow, unlike Python's
         return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method
-
-
-def _ask_for_integers(numbers: tuple[Any, Any]) -> None:
-    """End the trace in failure if both numbers are integers: NumPy's powers of integers overflow, unlike Python's."""
-    if all(np.result_type(x).kind in "iu" for x in plain(numbers)):
-        mapped(numbers, ask_for_integer)
 
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
