@@ -41,6 +41,7 @@ from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
 from mpiad.compiling import cache as kernel_cache
+from mpiad.transport import channel
 from mpiad.transport.watch import switch
 from mpiad.transport.watch.watch_settings import Settings, present
 
@@ -313,6 +314,41 @@ def rank() -> int:
 def size() -> int:
     """The number of ranks in the world."""
     return WORLD.size
+
+
+class CountingComm:
+    """A communicator that notes the names of the operations that are called."""
+
+    def __init__(self, comm: MPI.Comm, calls: list[str]):
+        self._comm, self._calls = comm, calls
+
+    def __getattr__(self, name: str) -> object:
+        attribute = getattr(self._comm, name)
+        if not callable(attribute):
+            return attribute
+
+        def called(*args: object, **kwargs: object) -> object:
+            self._calls.append(name)
+            return attribute(*args, **kwargs)
+
+        return called
+
+
+@pytest.fixture
+def operations() -> Callable[[Callable[[], object]], list[str]]:
+    """`operations(fun)`: the names of the MPI operations that `fun()` calls on the default communicator, in order."""
+
+    def called(fun: Callable[[], object]) -> list[str]:
+        used, calls = channel(None, "test"), []
+        bare = used.data, used.reverse
+        used.data, used.reverse = (CountingComm(comm, calls) for comm in bare)
+        try:
+            fun()
+        finally:
+            used.data, used.reverse = bare
+        return calls
+
+    return called
 
 
 @pytest.fixture

@@ -13,7 +13,10 @@ from autograd.extend import defjvp, defvjp, primitive
 from mpiad._typing import Array, LocalArray, Rank, RootArray
 from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.domain.partition import Partition, lengths
-from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
+from mpiad.primitives import mpi_gather, stop_gradient
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.scatter import scatter_pieces
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.array_files import Layout, read_block, write_block
 from mpiad.transport.devices.device_arrays import empty_like, is_device_array
@@ -21,12 +24,16 @@ from mpiad.transport.devices.device_arrays import empty_like, is_device_array
 
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:
     """See `Domain.scatter`."""
-    cells = None
-    with raising_together(domain._channel):
-        if domain._channel.rank == root:
-            cells = reordered(checked_block(domain, u, "Domain.scatter", domain.shape), domain._partition, True)
-    counts = [math.prod(lengths(domain._partition.block(r))) for r in range(domain._channel.size)]
-    block = mpi_scatter(cells, root, axis=0, counts=counts, comm=domain.comm)
+    call, cells, error = "Domain.scatter", None, None
+    used = channel(domain.comm, call)
+    root = root_of(root, used, call)
+    if used.rank == root:
+        try:
+            cells = reordered(checked_block(domain, u, call, domain.shape), domain._partition, True)
+        except (TypeError, ValueError) as found:  # raised on all ranks, which wait for the root's shape
+            error = found
+    counts = [math.prod(lengths(domain._partition.block(r))) for r in range(used.size)]
+    block = scatter_pieces(cells, root, counts, error, used, call)
     return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + domain.local_shape)
 
 

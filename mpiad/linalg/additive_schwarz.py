@@ -20,8 +20,10 @@ from mpiad.linalg.sparse_products import add_to_owners, fetch_entries
 from mpiad.linalg.vectors import through_host
 from mpiad.optional_packages import optional_package
 from mpiad.primitives import mpi_allgather
+from mpiad.primitives.catalogue import ALLGATHER, Dividing
 from mpiad.primitives.checks import positive_count
-from mpiad.primitives.operation import suspended
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate, suspended
 from mpiad.redistribution import GhostExchange
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together
@@ -100,7 +102,7 @@ class AdditiveSchwarz:
             if local not in ("lu", "amg") or (options and local == "lu"):
                 expected = 'local must be "lu", or "amg", which takes options'
                 raise ValueError(f"{_CALL}: {expected}, but got local={local!r}, options={options!r}.")
-        self.comm, self.rank = matrix.comm, group.rank
+        self.comm, self.rank, self._channel = matrix.comm, group.rank, group
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
@@ -147,6 +149,8 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
+        # The first call compares the number and dtype of residuals on all ranks.
+        self._ghosts.agree(r, -1, _CALL, lambda: None)
         # The restricted variant uses the solution on this rank's rows only; its transpose uses the residual on these only.
         needs_ghosts, adds_ghosts = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
         shape = *r.shape[:-1], self._ghosts.n_needed
@@ -159,7 +163,10 @@ class AdditiveSchwarz:
         if adds_ghosts:
             add_to_owners(extended[..., r.shape[-1] :], self._ghosts, out)
         if self._coarse is not None:
-            sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
+            own = np.asarray(r.sum(axis=-1))
+            sums = communicate(
+                ALLGATHER, own, Dividing(self._channel, None, None, [1] * self._channel.size, spec_like(own))
+            )
             # Each rank needs only its own entry of the coarse solution.
             inverse = self._coarse.T if self._transposed else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]

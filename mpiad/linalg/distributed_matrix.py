@@ -29,9 +29,11 @@ from mpiad.linalg.sparse_products import (
     transposed_product,
 )
 from mpiad.linalg.vectors import on_host, require_block, require_on_host, require_together, through_host
-from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
+from mpiad.primitives import stop_gradient
+from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import positive_count
-from mpiad.primitives.operation import suspended
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate, suspended
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
@@ -559,7 +561,7 @@ class DistributedMatrix:
         call = "DistributedMatrix.solve"
         self._require_square(call)
         # All ranks check b together. If a rank raised during a product, the other ranks would wait for its messages.
-        alike_on_all(self._channel, lambda: self._checked(b, 0, "solve"), lambda b: [f"{b.shape[:-1]=}"], call)
+        alike_on_all(self._channel, lambda: self._checked(b, 0, "solve"), lambda b: [f"{b.shape[:-1]=}, {b.dtype=}"], call)
         if method == "direct":
             # With exact factors, one or two iterations suffice; they also correct rounding errors.
             method, preconditioner = "gmres", GatheredFactors(self)
@@ -636,12 +638,13 @@ class GatheredFactors:
     takes_blocks = True  # arrays with leading axes
 
     def __init__(self, matrix: DistributedMatrix, call: str = "DistributedMatrix.solve"):
-        self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
+        self._channel, self._lengths = channel(matrix.comm, call), np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
-        with raising_together(channel(matrix.comm, call)):
+        with raising_together(self._channel):
             if whole is not None:
                 self._factors = SparseFactors(whole, f"{call}: the matrix {matrix.shape}")
+        self._dtype = np.dtype(self._channel.data.bcast(None if whole is None else whole.dtype.str, 0))
 
     @property
     def T(self) -> GatheredFactors:
@@ -656,8 +659,11 @@ class GatheredFactors:
 
     def _solved(self, r: LocalArray) -> LocalArray:
         # The distributed axis comes first, so that all right-hand sides are columns of one array, for one call of SciPy.
-        whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
+        # The lengths are those of the matrix, and the callers have compared the dtype and the number of right-hand sides.
+        rows = np.moveaxis(r.astype(np.result_type(r, self._dtype), copy=False), -1, 0)
+        parts = Dividing(self._channel, 0, 0, self._lengths, spec_like(rows))
+        whole = communicate(GATHER, rows, parts)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
             whole = self._factors.solve(columns.T, self._kind).T.reshape(whole.shape)
-        return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
+        return np.moveaxis(communicate(SCATTER, whole.astype(rows.dtype, copy=False), parts), 0, -1)

@@ -49,6 +49,7 @@ from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 
 _CALL = "linalg.factorized"
+_DTYPES = "fdFD"  # of right-hand sides
 _METHODS = ("auto", "schwarz", "gathered")
 _MOST_GATHERED = 20_000  # unknowns up to which rank 0 solves for all ranks, instead of an iteration on all ranks
 _RTOL = 1e-12  # of this iteration
@@ -378,11 +379,11 @@ class Factorized:
         return _with_factors(b, self, number)
 
     def _counted(self, b: Array) -> tuple[int, Exception | None]:
-        """Return the number of right-hand sides, and an error if `b` has another shape."""
+        """Return 4 n + k for n right-hand sides of the k-th dtype, and an error if `b` has another shape."""
         shape = self._recent[-1].operator.shape
         lead = max(b.ndim - len(shape), 0)
         if b.shape[lead:] == shape:
-            return math.prod(b.shape[:lead]), None
+            return len(_DTYPES) * math.prod(b.shape[:lead]) + _DTYPES.index(b.dtype.char), None
         return 0, ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
 
     def _checked(self, b: Array) -> tuple[int, Exception | None]:
@@ -396,7 +397,7 @@ class Factorized:
     def _current(self, count: int, error: Exception | None) -> _Factors:
         """Return the factors, computed again if the params have changed in place.
 
-        Raise on all ranks an error of any, or if `count`, the number of right-hand sides, differs between ranks.
+        Raise on all ranks an error of any, or if `count`, a result of `_counted`, differs between ranks.
         """
         factors = self._recent[-1]
         group, largest = factors.options.group, 2 if error is not None else int(not factors.is_current())
@@ -405,7 +406,11 @@ class Factorized:
             group.data.Allreduce(np.array([largest, count, -count]), found, MAX)
             largest, most, least = found.tolist()
             if largest < 2 and most != -least:
-                text = f"from {-least} to {most} right-hand sides, but all ranks must pass the same number"
+                (fewest, one), (most, other) = divmod(-least, len(_DTYPES)), divmod(most, len(_DTYPES))
+                text = f"from {fewest} to {most} right-hand sides, but all ranks must pass the same number"
+                if fewest == most:
+                    one, other = np.dtype(_DTYPES[one]), np.dtype(_DTYPES[other])
+                    text = f"right-hand sides of dtype {one} and {other}, but all ranks must pass the same dtype"
                 raise agreed(group, ValueError(f"{_CALL}: the ranks pass {text}."))
         if largest == 2:
             raise_together(group, error)

@@ -265,7 +265,8 @@ def newton(
             raise ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
         check_settings(linear, METHODS, start.ndim)
         _check_jacobian(start, preconditioner, settings, jacobian, pattern, reuse)
-        return {"jacobian": jacobian, "reuse": reuse, "pattern": kind_of(pattern)}
+        further = {"jacobian": jacobian, "reuse": reuse, "pattern": kind_of(pattern)}
+        return further | ({"dtype of u0": start.dtype.char} if jacobian == "sparse" else {})
 
     settings = agree_on(settings, check, preconditioner)
     leaves, build = flatten(params)

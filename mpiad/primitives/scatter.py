@@ -65,6 +65,23 @@ def mpi_scatter(
     return communicate(SCATTER, x, Dividing(used, root, axis, lengths, piece_of(whole, axis, lengths[used.rank])))
 
 
+def scatter_pieces(
+    x: RootArray, root: int, lengths: list[int], error: Exception | None, channel: Channel, call: str
+) -> LocalArray:
+    """Divide the root's array along its first axis; `lengths` are all ranks'. All ranks raise the root's `error`."""
+    whole = checked_on_replay(_spec_or_error, channel, getval(x), root, error, call)
+    return communicate(SCATTER, x, Dividing(channel, root, 0, lengths, piece_of(whole, 0, lengths[channel.rank])))
+
+
+def _spec_or_error(channel: Channel, x: Array, root: int, error: Exception | None, call: str) -> Spec:
+    def whole() -> Spec:  # called on the root only
+        if error is not None:
+            raise error
+        return spec_like(outgoing(x, call))
+
+    return collectives.agree_on_spec(channel, whole, root, x)
+
+
 def _agreed(
     channel: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
 ) -> tuple[Spec, int, list[int]]:

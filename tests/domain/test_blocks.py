@@ -81,3 +81,9 @@ def test_mistakes_of_the_root_are_raised_on_all_ranks(rank, size):
     with pytest.raises(ValueError, match="Domain.gather: expected an array of shape"):
         domain.gather(np.ones(domain.padded_shape))
     assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.unguarded
+def test_scatter_takes_one_header_and_one_message(operations, rank):
+    domain, u = Domain((9, 7)), np.arange(126.0).reshape(2, 9, 7)
+    assert operations(lambda: domain.scatter(u if rank == 0 else None)) == ["Bcast", "Scatterv"]

@@ -173,3 +173,13 @@ def test_refused_local_solvers(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyamg", None)
     with pytest.raises(ImportError, match=r"PyAMG, which can't be imported .* pip install 'mpiad\[amg\]'"):
         AdditiveSchwarz(a, local="amg")
+
+
+@pytest.mark.unguarded
+def test_the_coarse_sums_take_one_message(operations):
+    matrix = DistributedMatrix.from_scipy(sp.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(24, 24)).tocsr())
+    preconditioner, r = AdditiveSchwarz(matrix), np.ones((2, matrix.local_shape[0]))
+    preconditioner(r)
+    for inverse in (preconditioner, preconditioner.T):
+        calls = operations(lambda: inverse(r))  # noqa: B023
+        assert [name for name in calls if "all" in name.lower()] == ["Allgatherv"]

@@ -475,3 +475,29 @@ def test_factors_after_a_communicator_of_the_same_domain_was_freed():
     factorized(lambda u: 2.0 * u, one, pattern=domain, comm=copy)
     copy.Free()
     assert np.all(factorized(lambda u: 4.0 * u, one, pattern=domain)(one) == 0.25)
+
+
+@pytest.mark.skipif("MPI.COMM_WORLD.size == 1")
+@pytest.mark.unguarded
+def test_a_solve_with_gathered_factors_takes_two_messages_after_the_comparison(rank_rng, operations):
+    case = Case(rank_rng, "gathered")
+    solve, b = case.solver(case.local(case.k)), case.local(case.several)
+    assert operations(lambda: solve(b)) == operations(lambda: solve.T(b)) == ["Allreduce", "Gatherv", "Scatterv"]
+    case.close(solve(b), np.linalg.solve(case.matrix, case.several.reshape(3, -1).T).T)
+
+
+@pytest.mark.skipif("MPI.COMM_WORLD.size == 1")
+@pytest.mark.parametrize("method", ["gathered", "schwarz"])
+def test_dtypes_that_differ_between_ranks_are_refused_on_all_ranks(rank_rng, rank, method):
+    case = Case(rank_rng, method)
+    b, solve = case.local(case.b), case.solver(case.local(case.k))
+    with pytest.raises(ValueError, match="right-hand sides of dtype .* and .*, but all ranks must pass the same dtype"):
+        solve(b.astype(complex) if rank == 1 else b)
+    with pytest.raises(ValueError, match="all ranks must"):
+        mpiad.linalg.newton(
+            lambda u: case.matvec(u, 1.0) - 1.0,
+            b.astype(np.float32) if rank == 1 else b, pattern=case.domain, jacobian="sparse", method="gmres",
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="all ranks must"):
+        solve.matrix.solve(b.ravel().astype(np.float32) if rank == 1 else b.ravel(), method="direct")
+    case.close(solve(b), np.linalg.solve(case.matrix, case.b.ravel()))
