@@ -659,11 +659,10 @@ class GatheredFactors:
 
     def _solved(self, r: LocalArray) -> LocalArray:
         # The distributed axis comes first, so that all right-hand sides are columns of one array, for one call of SciPy.
-        # The lengths are those of the matrix, and the callers have compared the dtype and the number of right-hand sides.
-        rows = np.moveaxis(r.astype(np.result_type(r, self._dtype), copy=False), -1, 0)
-        parts = Dividing(self._channel, 0, 0, self._lengths, spec_like(rows))
-        whole = communicate(GATHER, rows, parts)
+        # The lengths are the matrix's, and the callers have compared the dtype and the number of right-hand sides.
+        columns = r.reshape(math.prod(r.shape[:-1]), r.shape[-1]).astype(np.result_type(r, self._dtype), copy=False).T
+        parts = Dividing(self._channel, 0, 0, self._lengths, spec_like(columns))
+        whole = communicate(GATHER, columns, parts)
         if self._factors is not None:
-            columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
-            whole = self._factors.solve(columns.T, self._kind).T.reshape(whole.shape)
-        return np.moveaxis(communicate(SCATTER, whole.astype(rows.dtype, copy=False), parts), 0, -1)
+            whole = self._factors.solve(whole.T, self._kind).T.astype(columns.dtype, copy=False)
+        return communicate(SCATTER, whole, parts).T.reshape(r.shape)
