@@ -79,8 +79,14 @@ def _prepared(p: Exchange, x: Array, out: Array | None) -> Function | None:
         return prepared_swap(x, p.dest, target, p.source, "mpi_exchange")
     if p.source is not None:
         return prepared_receive(target, p.source, "mpi_exchange")
-    target[...] = 0
-    return (lambda: None) if p.dest is None else prepared_send(x, p.dest)
+    send = None if p.dest is None else prepared_send(x, p.dest)
+
+    def send_only() -> None:
+        target.fill(0)
+        if send is not None:
+            send()
+
+    return None if p.dest is not None and send is None else send_only
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:

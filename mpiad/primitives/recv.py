@@ -65,10 +65,9 @@ def _forward(x: None, p: Receiving) -> Array:
 def prepared(p: Receiving, x: None, out: Array | None, call: str) -> Function | None:
     """Return a function that receives into the array `out`, or None; see `Operation`."""
     target = p.spec.empty() if out is None else out
-    if p.source is not None:
-        return None if p.source.number is None else prepared_receive(target, p.source, call)
-    target[...] = 0
-    return lambda: None
+    if p.source is None:
+        return lambda: target.fill(0)
+    return prepared_receive(target, p.source, call) if p.source.is_fixed else None
 
 
 def _adjoint(ans: Array, x: None, p: Receiving) -> Function:

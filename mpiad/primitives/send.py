@@ -62,9 +62,19 @@ def _forward(x: Array, p: Envelope | None) -> Array:
     return x if hasattr(x, "dtype") else array[()]
 
 
-def prepared(p: Envelope | None, x: Array, out: None) -> Function | None:
-    """Return a function that sends the array x, or None; see `Operation`."""
-    return (lambda: None) if p is None else prepared_send(x, p)
+def prepared(p: Envelope | None, x: Array, out: Array | None) -> Function | None:
+    """Return a function that sends the array x, and copies it into `out`; see `Operation`."""
+    send = None if p is None else prepared_send(x, p)
+    if p is not None and (send is None or out is None):
+        return send
+
+    def copy_and_send() -> None:
+        if out is not None:
+            out[...] = x
+        if send is not None:
+            send()
+
+    return copy_and_send
 
 
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Function:

@@ -516,6 +516,64 @@ def test_messages_that_a_compiled_function_has_left(derivative, rank, size):
     assert fun(x, 4) == np.sum((np.arange(4.0) + left) ** 2)
 
 
+def along_a_line(x):
+    """Exchanges at the ends of a line of ranks have one partner, or none."""
+    rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
+    before, after = (rank - 1 if rank else None), (rank + 1 if rank < size - 1 else None)
+    for _ in range(2):
+        low = mpiad.mpi_exchange(x * x, after, before, like=x)
+        x = anp.sin(x) * low + mpiad.mpi_exchange(x[2:] * (rank + 1), before, after)[0] + x
+    return x, mpiad.mpi_exchange(x, None, None, like=x[:2]) + x[:2]
+
+
+def sent_along_a_line(x):
+    """The ranks send one after the other; the end of the line sends to nobody."""
+    rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
+    received = mpiad.mpi_recv(x, rank - 1 if rank else MPI.PROC_NULL, 3)
+    y = x * x + anp.cos(received)
+    return mpiad.mpi_send(y, rank + 1 if rank < size - 1 else MPI.PROC_NULL, 3) * y
+
+
+@each_place
+@pytest.mark.parametrize("fun", [along_a_line, sent_along_a_line])
+@pytest.mark.parametrize("length", [6, 512, 700])
+def test_a_line_of_ranks(fun, compiled, length, rank):
+    check(fun, np.linspace(0.5, 1.75, length) + rank, compiled, rank)
+
+
+@pytest.mark.parametrize("length", [6, 512])
+def test_sends_do_not_wait_for_receivers(length, rank, size):
+    """All ranks send around a ring before they receive, whatever the size up to which MPI buffers messages."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def fun(x):
+        sent = mpiad.mpi_exchange(x * x, after, None)
+        y = mpiad.mpi_send(anp.sin(x) + sent, after)
+        return mpiad.mpi_exchange(y, None, before) * mpiad.mpi_recv(y, before)
+
+    check(fun, np.linspace(0.5, 1.75, length) + rank, EVERYWHERE, rank)
+
+
+@pytest.mark.parametrize(("sent", "said"), [(9, "more bytes"), (2, "16 bytes")])
+@pytest.mark.parametrize("call", ["mpi_exchange", "mpi_recv"])
+@pytest.mark.unguarded
+def test_a_message_of_another_size_is_refused_by_a_replay_that_only_receives(call, sent, said, rank, size):
+    def receive(x):
+        return mpiad.mpi_exchange(x, None, 0) if call == "mpi_exchange" else mpiad.mpi_recv(x, 0)
+
+    jitted = mpiad.jit(lambda x: receive(x * 2.0) + x, strict=True)
+    if rank > 1 or size == 1:
+        return
+    for n in (len(X), len(X), len(X), sent, len(X)):
+        if rank == 0:
+            mpiad.mpi_send(np.ones(n), 1)
+        elif n == len(X):
+            np.testing.assert_array_equal(jitted(X), X + 1)
+        else:  # Open MPI probes for messages, and knows their sizes
+            with pytest.raises(ValueError, match=f"{call}: rank 0 sent ({said}|{8 * sent} bytes)"):
+                jitted(X)
+
+
 @pytest.mark.parametrize(("sent", "said"), [(9, "more bytes"), (2, "16 bytes")])
 @pytest.mark.unguarded
 def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size):

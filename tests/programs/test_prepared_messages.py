@@ -152,6 +152,20 @@ def test_a_request_without_a_partner_beside_large_messages(rank, size, rng):
         assert_same(compiled(x), interpreted(x), 1e-12)
 
 
+def test_answers_to_messages_from_any_rank(rank, size, rng):
+    """The sender differs between runs of the receiver's program, and so does the receiver of the cotangent."""
+
+    def fun(x, sender):
+        if rank == 0:
+            return anp.sum(mpiad.mpi_recv(x, MPI.ANY_SOURCE) ** 3 * x)
+        return anp.sum(mpiad.mpi_send(x, 0) ** 2 if rank == sender else x)
+
+    compiled, interpreted = (mpiad.grad(f, objective="sum") for f in (mpiad.jit(fun), fun))
+    for sender in (1, 2, 1, 2, 2, 1) if size > 2 else ():
+        x = rng.standard_normal(3)
+        assert_same(compiled(x, sender), interpreted(x, sender), 1e-12)
+
+
 @pytest.mark.parametrize("way", ["recv", "irecv", "exchange"])
 def test_a_message_of_another_size(way, rank, size):
     """The sender's program is another one than in earlier runs: the receiver's raises the error of its line."""

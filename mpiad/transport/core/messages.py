@@ -64,6 +64,11 @@ class Envelope:
         return (self.tag * self.channel.tag_stride + (self.number or 0)) % self.channel.tag_limit
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether peer and tag are the same in each run of a compiled program, since the caller passed no wildcards."""
+        return min((self.answers or self).asked) >= 0
+
+    @property
     def comm(self) -> Comm:
         """The duplicate on which the message is communicated."""
         return self.channel.reverse if self.reverse else self.channel.data
@@ -289,8 +294,8 @@ _BUFFERED = 4000
 
 
 def prepared_send(array: np.ndarray, there: Envelope) -> Callable[[], object] | None:
-    """Return a function that sends an array without waiting for the receiver, or None if MPI wouldn't buffer it."""
-    if array.nbytes > _BUFFERED or there.peer == there.channel.rank:
+    """Return a function that sends an array, or None: the receiver must be fixed, and MPI must buffer the message."""
+    if not there.is_fixed or array.nbytes > _BUFFERED or there.peer == there.channel.rank:
         return None
     message, dest = as_message(array), there.peer
     return lambda: there.comm.Send(message, dest, there.mpi_tag)
