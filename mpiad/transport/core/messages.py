@@ -323,9 +323,13 @@ def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Call
 
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
-) -> Callable[[], object]:
-    """Return a function that sends one array and receives another; callers renew the envelopes before each call."""
-    # The arrays are small (at most 4 KiB), so that MPI buffers them: unlike `swap`, reversed swaps needn't copy them.
+) -> Callable[[], object] | None:
+    """Return a function that sends one array and receives another; callers renew the envelopes before each call.
+
+    None for a reversed swap that MPI wouldn't buffer: unlike `swap`, the function waits for its receiver.
+    """
+    if there.reverse and array.nbytes > _BUFFERED:
+        return None
     sent, received, status = as_message(array), as_message(destination), MPI.Status()
     dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
 
