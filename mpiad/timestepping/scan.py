@@ -29,7 +29,6 @@ from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentSteppi
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
-from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")
 
@@ -553,7 +552,7 @@ def _suggest_jit(place: str, steps: int) -> None:
         "timestepping.scan: %d steps of the function at %s are interpreted. If they consist of NumPy's functions and "
         "messages, step = mpiad.jit(step) runs several of them as one compiled program."
     )
-    _log.log(level_of_repeats(), text, steps, place)
+    _log.info(text, steps, place)
 
 
 def _in_a_trace(

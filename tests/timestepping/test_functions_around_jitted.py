@@ -278,6 +278,7 @@ def test_a_step_with_effects_runs_in_python(caplog, capsys, lengths):
 
 @pytest.mark.serial
 def test_a_plain_step_stays_interpreted_and_the_advice_is_given_once(caplog):
+    caplog.set_level("INFO", "mpiad")
     calls = []
 
     def step(u, k):
