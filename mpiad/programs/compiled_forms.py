@@ -83,8 +83,8 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
     read = [getattr(fun, "__self__", None), plain.__globals__, *_defaults(plain)]
     read += [value for name, value in contents.items() if name not in numbers]
     key = calls_jitted, plain.__code__, *numbers, *map(_identity, read)
-    template = _templates.pop(key, MISSING)
-    if template is MISSING:
+    is_known, template = key in _templates, _templates.pop(key, None)
+    if not is_known:
         traced = [name for name, value in numbers.items() if type(value) in _boxes]
         # The function of the form has variables of its own, since those of `fun` may change later.
         known = {name: with_values_of_variables(value) for name, value in contents.items() if value is not MISSING}
