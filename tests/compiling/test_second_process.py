@@ -145,15 +145,36 @@ def test_this_process_compiles_if_no_other_can_be_started(name, monkeypatch, cap
     assert len([line for line in caplog.messages if "compiled in this process" in line]) <= 1  # it isn't tried again
 
 
+class Announced:
+    """The output of the process, which tells when its first line is waited for."""
+
+    def __init__(self, file):
+        self._file, self.awaited = file, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def readline(self):
+        self.awaited.set()
+        return self._file.readline()
+
+
 def test_an_interrupt_leaves_no_answer_behind():
     check(1.0)
-    first = number()
+    first, process = number(), the_process().process
     os.kill(first, signal.SIGSTOP)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    process.stdout = Announced(process.stdout)
+
+    def interrupt(main, awaited):
+        awaited.wait()  # an interrupt before the wait may be raised in a finalizer, and be lost
+        time.sleep(0.2)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt, args=(threading.get_ident(), process.stdout.awaited))
+    interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         check(2.0)
-    timer.join()
+    interrupter.join()
     assert not is_running(first)
     assert not check(3.0) and not check(2.0)
 
