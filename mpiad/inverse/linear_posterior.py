@@ -105,13 +105,10 @@ class LinearPosterior:
         require_alike(used, None, _CALL, f"{correlation=}, noise={noise!r:.200}", str(correlation), covariance)
         self.F, self.prior, self.correlation, self._noise = F, prior, float(correlation), covariance
         self._length = F.n * F.n_sensors
-        with raising_together(used):
-            _require_memory(8 * self._length**2, f"the covariance of {self._length} data")
-        mean = np.broadcast_to(prior.mean, F.shape)
-        self._expected: np.ndarray = F.offset + F(mean)
+        self._expected: np.ndarray = F.offset + F(np.broadcast_to(prior.mean, F.shape))
         # G Γ, of shape (n, n_sensors, size of this rank's block): the covariance of the data and the sources.
         self._gamma = np.empty((F.n, F.n_sensors, math.prod(F.shape[1:])))
-        for part in F._panels(self._gamma.shape[2]):
+        for part in F._panels():
             self._gamma[:, part] = self._colored(self._driven(F, part))
         self._lower = self._factored()
         self._data, self._white = np.empty(0), np.empty(0)  # of the last call: the data's deviation from the mean, and y
@@ -133,9 +130,7 @@ class LinearPosterior:
 
         `until_row`: whether blocks (i, j) with j > i aren't needed; they aren't complete.
         """
-        n, sensors, size = self._gamma.shape
-        rows, gamma = self._driven(map, part), self._gamma.reshape(n * sensors, size)
-        return self._running_sum(rows, gamma, until_row)
+        return self._running_sum(self._driven(map, part), self._gamma.reshape(self._length, -1), until_row)
 
     def _running_sum(self, rows: np.ndarray, columns: np.ndarray, until_row: bool = False) -> np.ndarray:
         """Return, on the root, Σ_r A_{i-r} B_{j-r}ᵀ over r ≤ min(i, j), of shape (n, rows, n, columns).
@@ -227,9 +222,7 @@ class LinearPosterior:
         known = known if np.array_equal(self._data[:known], deviation[:known]) else 0
         y = np.concatenate([self._white[:known], np.zeros(len(deviation) - known)])
         if known == 0 and len(d) > 1:
-            padded = np.zeros(self._length)
-            padded[: len(y)] = deviation
-            y = _trsv(self._lower.T, padded, lower=0, trans=1, overwrite_x=1)[: len(y)]
+            y = self._solved_first(deviation)
         else:
             for first in range(known, len(y), sensors):
                 rows = slice(first, first + sensors)
@@ -246,29 +239,23 @@ class LinearPosterior:
             weights = _trsv(self._lower.T, weights, lower=0, trans=0, overwrite_x=1)
         weights = mpi_bcast(weights.reshape(self.F.offset.shape), comm=self.F.comm)
         # Gᵀ = Cᵀ Fᵀ, where C makes sources from ε; the covariance of sources in time is C Cᵀ.
-        field, a = self.F.T(weights), self.correlation
-        field = self._colored(field.reshape(self.F.n, -1)).reshape(self.F.shape)
-        return (
-            field if a == 0.0 else lfilter([1.0], [1.0, -a], lfilter([1.0], [1.0, -a], field[::-1], axis=0)[::-1], axis=0)
-        )
+        field = self._colored(self.F.T(weights).reshape(self.F.n, -1)).reshape(self.F.shape)
+        return _filtered(_filtered(field[::-1], self.correlation)[::-1], self.correlation)
 
-    def _drawn(self, rng: np.random.Generator) -> tuple[LocalArray, np.ndarray]:
-        """Return deviations of the sources and of the data from their means, drawn from the prior."""
+    def _corrected(self, rng: np.random.Generator, count: int) -> LocalArray:
+        """Return a sample of the sources' deviation from the posterior's mean, given the first `count` data."""
         seeds = mpi_bcast(rng.integers(0, 2**62, self.F.n + 1), comm=self.F.comm)
         fields = [self.prior.sample(int(seed)) - self.prior.mean for seed in seeds[1:]]
         m = _filtered(np.stack(fields), self.correlation)
         errors = np.random.default_rng(int(seeds[0])).standard_normal(self.F.offset.shape)
-        return m, self.F(m) + errors @ cholesky(self._noise, lower=True).T
+        d = self.F(m) + errors @ cholesky(self._noise, lower=True).T
+        return m - self._pulled(self._solved_first(d.ravel()[:count]) if self._channel.rank == 0 else d)
 
-    def _corrected(self, rng: np.random.Generator, count: int) -> LocalArray:
-        """Return a sample of the sources' deviation from the posterior's mean, for data of the first times."""
-        m, d = self._drawn(rng)
-        y = np.zeros(count)
-        if self._channel.rank == 0 and count:
-            padded = np.zeros(self._length)
-            padded[:count] = d.ravel()[:count]
-            y = _trsv(self._lower.T, padded, lower=0, trans=1, overwrite_x=1)[:count]
-        return m - self._pulled(y)
+    def _solved_first(self, b: np.ndarray) -> np.ndarray:
+        """Return the first entries of L⁻¹ b on the root, for the first entries of b."""
+        padded = np.zeros(self._length)
+        padded[: len(b)] = b
+        return _trsv(self._lower.T, padded, lower=0, trans=1, overwrite_x=1)[: len(b)]
 
     def variance(
         self, of: int | np.ndarray | None = None, *, samples: int | None = None, rng: Rng = 0
@@ -308,7 +295,7 @@ class LinearPosterior:
                 raise ValueError(f"{_CALL}.variance: of must be a time or {n} weights, but got shape {weights.shape}.")
         weights = _filtered(weights[::-1], self.correlation)[::-1]  # of ε
         variance = self.prior.variance.ravel() * (weights @ weights) - self._reduction(weights)
-        return variance.reshape(self.F.shape[1:])
+        return np.maximum(variance, 0.0).reshape(self.F.shape[1:])
 
     def _reduction(self, weights: np.ndarray) -> np.ndarray:
         """Return by how much the data reduce the variances of weighted sums of ε, for each of this rank's cells."""
@@ -382,16 +369,12 @@ class Forecast:
     def __init__(self, posterior: LinearPosterior, Q: ShiftInvariantMap):
         self._posterior, self.shape = posterior, Q.offset.shape
         n, sensors = self.shape
-        parts = range(sensors)
-        panels = [posterior.covariance_with_data(Q, slice(k, k + 1)) for k in parts]
+        rows, covariance = (f(Q, slice(0, sensors)) for f in (posterior._driven, posterior.covariance_with_data))
         self._expected = (Q.offset + Q(np.broadcast_to(posterior.prior.mean, Q.shape))).ravel()
-        rows = posterior._driven(Q, slice(0, sensors))
-        self._prior = posterior._running_sum(rows, posterior._colored(rows).reshape(n * sensors, -1))
-        self._prior = self._prior.reshape(-1, n * sensors)
+        columns = posterior._colored(rows).reshape(n * sensors, -1)
+        self._prior = posterior._running_sum(rows, columns).reshape(-1, n * sensors)
         # W, whose products with its transpose are what the data explain.
-        self._weights = posterior.on_root(
-            lambda: posterior.solved(np.concatenate(panels, axis=1).reshape(n * sensors, -1).T).T
-        )
+        self._weights = posterior.on_root(lambda: posterior.solved(covariance.reshape(n * sensors, -1).T).T)
         self._white, self._mean = np.empty(0), np.zeros(n * sensors)  # of the last call: y, and W y
         if self._weights is not None:
             # For each number of times with data: the variances.
@@ -459,17 +442,12 @@ def _checked(F: ShiftInvariantMap, prior: GaussianPrior, noise: float | np.ndarr
             f"{_CALL}: noise must be a number, {count} numbers, or a symmetric matrix of shape {(count, count)}, but has "
             f"shape {errors.shape}."
         )
-    try:
-        cholesky(covariance)
-    except np.linalg.LinAlgError:
-        raise ValueError(f"{_CALL}: the covariance of the noise must be positive definite.") from None
-    return covariance
-
-
-def _require_memory(size: int, purpose: str) -> None:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not np.all(np.linalg.eigvalsh(covariance) > 0.0):
+        raise ValueError(f"{_CALL}: the covariance of the noise must be positive definite.")
+    size, installed = 8 * (F.n * count) ** 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > installed:
         raise ValueError(
-            f"{_CALL}: {purpose} takes {size / 1e9:.3g} GB, but the machine has {installed / 1e9:.3g} GB of memory. Use "
-            "fewer sensors or longer intervals."
+            f"{_CALL}: the covariance of {F.n * count} data takes {size / 1e9:.3g} GB, but the machine has "
+            f"{installed / 1e9:.3g} GB of memory. Use fewer sensors or longer intervals."
         )
+    return covariance

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from numbers import Integral
 
 import numpy as np
 from numpy.fft import irfft, rfft
@@ -26,6 +25,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, ReplicatedArray, Sh
 from mpiad.differentiation import Linearization, linearize
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
+from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
@@ -91,22 +91,18 @@ class ShiftInvariantMap:
     ):  # fmt: skip
         self._channel = used = channel(comm, _CALL)
         with raising_together(used):
-            for name, number in (("n", n), ("interval", interval)):
-                if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
-                    raise ValueError(f"{_CALL}: {name} must be a positive integer, but got {number!r:.60}.")
+            self.n, self.interval = positive_count(n, f"{_CALL}: n"), positive_count(interval, f"{_CALL}: interval")
             for name, leaf in (*named_leaves(u0, "u0"), ("source", source)):
                 if not is_variable(leaf) or np.iscomplexobj(leaf):
                     raise TypeError(f"{_CALL}: {name} must be an array of real floats, but got {leaf!r:.60}.")
         require_same(used, f"n={n}, interval={interval}", _CALL)
-        self.comm, self.n, self.interval = comm, int(n), int(interval)
-        self.shape: Shape = (self.n, *np.shape(source))
+        self.comm, self.shape = comm, (self.n, *np.shape(source))
         self.offset = self._observations(step, observe, u0, np.broadcast_to(source, self.shape))
         self.n_sensors = self.offset.shape[1]
         self._length = 2 * self.n  # of the transforms, so that the last sources don't act on the first observations
-        size = math.prod(self.shape[1:])
-        self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, size), complex)
+        self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, math.prod(self.shape[1:])), complex)
         steps, observation = linearize(step, (0, 2))(u0, 0, source), linearize(observe)(u0)
-        for part in self._panels(size):
+        for part in self._panels():
             self._spectrum[:, part] = rfft(self._sensitivities(steps, observation, part), self._length, axis=0)
         self._require_linear(step, observe, u0, np.asarray(source))
 
@@ -183,11 +179,11 @@ class ShiftInvariantMap:
 
     # Private to `LinearPosterior`: the blocks F_k themselves.
 
-    def _panels(self, size: int) -> Iterator[slice]:
+    def _panels(self) -> Iterator[slice]:
         """Yield ranges of sensors whose rows take limited memory."""
         # All ranks must make the same adjoint runs, although their blocks may have different sizes.
-        size = int(mpi_allreduce(np.array(float(size)), comm=self.comm))
-        count = max(1, _PANEL_BYTES * self._channel.size // (8 * self.n * size))
+        size = int(mpi_allreduce(float(math.prod(self.shape)), comm=self.comm))
+        count = max(1, _PANEL_BYTES * self._channel.size // (8 * size))
         for first in range(0, self.n_sensors, count):
             yield slice(first, min(first + count, self.n_sensors))
 

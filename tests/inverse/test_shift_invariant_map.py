@@ -93,7 +93,7 @@ def test_terms_that_do_not_depend_on_state_and_source():
 def test_invalid_arguments(rank, size):
     step, observe, zero = (lambda u, k, m: u + m), (lambda u: mpiad.mpi_bcast(u)), np.zeros(1)
     for n, interval in ((0, 1), (2.0, 1), (True, 1), (2, 0)):
-        with pytest.raises(ValueError, match="must be a positive integer"):
+        with pytest.raises(ValueError, match="must be an integer above zero"):
             ShiftInvariantMap(step, observe, zero, zero, n, interval=interval)
     with pytest.raises(TypeError, match="source must be an array of real floats"):
         ShiftInvariantMap(step, observe, zero, np.zeros(1, int if rank == size - 1 else complex), 2)
