@@ -159,6 +159,15 @@ class Announced:
         return self._file.readline()
 
 
+@pytest.fixture
+def interruptible():
+    """Let SIGINT raise, also in a job that a shell has started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_answer_behind():
     check(1.0)
     first, process = number(), the_process().process
