@@ -16,7 +16,6 @@ from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.scatter import scatter_pieces
-from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.array_files import Layout, read_block, write_block
 from mpiad.transport.devices.device_arrays import empty_like, is_device_array
@@ -25,7 +24,7 @@ from mpiad.transport.devices.device_arrays import empty_like, is_device_array
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:
     """See `Domain.scatter`."""
     call, cells, error = "Domain.scatter", None, None
-    used = channel(domain.comm, call)
+    used = domain._channel
     root = root_of(root, used, call)
     if used.rank == root:
         try:
