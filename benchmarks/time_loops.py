@@ -28,7 +28,7 @@ from timing import seconds_of
 
 import mpiad
 from mpiad.timestepping import scan
-from mpiad.timestepping.checkpoints import Advance, Reverse, actions, schedule_of
+from mpiad.timestepping.checkpoints import runs, schedule_of
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -237,14 +237,6 @@ def bodies(count: int) -> Loop:
     return Loop(start, steps, plain, term)
 
 
-def repeated(steps: int) -> float:
-    """Return the number of steps that run in addition to those of a gradient without checkpoints, by that of all steps."""
-    performed = list(actions(steps, schedule_of(CHECKPOINTS, steps)))
-    # All steps are recorded once, as without checkpoints. The forward run records none; its last steps aren't an action.
-    advanced = sum(action.stop - action.first for action in performed if isinstance(action, Advance))
-    return (advanced + next(action.stop - action.first for action in performed if isinstance(action, Reverse))) / steps
-
-
 def compare(name: str, loop: Loop, rounds: int) -> None:
     """Time all ways of a program, and print and report its ratios."""
     gradients = [mpiad.value_and_grad(loop.term(count), objective="sum") for count in (None, CHECKPOINTS)]
@@ -266,7 +258,7 @@ def compare(name: str, loop: Loop, rounds: int) -> None:
     if RANK:
         return
     plain, ahead, gradient, checkpointed = best.values()
-    again = repeated(loop.steps)
+    again = runs(loop.steps, schedule_of(CHECKPOINTS, loop.steps)) / loop.steps
     over = checkpointed / (gradient + again * ahead)
     print(", ".join(f"{way} {1e3 * took:.2f} ms" for way, took in best.items()))
     print(f"{name}: forward {ahead / plain:.2f}, gradient {gradient / plain:.2f}; {again:.2f} repeated: {over:.2f}")

@@ -125,25 +125,19 @@ class LinearPosterior:
         parts = [self.prior.solve(flat[k : k + _FIELDS]) for k in range(0, len(flat), _FIELDS)]
         return np.concatenate(parts).reshape(rows.shape)
 
-    def covariance_with_data(self, map: ShiftInvariantMap, part: slice, until_row: bool = False) -> np.ndarray:
-        """Return, on the root, covariances of some sensors of a map with the data, of shape (n, sensors, n, n_sensors).
-
-        `until_row`: whether blocks (i, j) with j > i aren't needed; they aren't complete.
-        """
-        return self._running_sum(self._driven(map, part), self._gamma.reshape(self._length, -1), until_row)
-
     def _running_sum(self, rows: np.ndarray, columns: np.ndarray, until_row: bool = False) -> np.ndarray:
         """Return, on the root, Σ_r A_{i-r} B_{j-r}ᵀ over r ≤ min(i, j), of shape (n, rows, n, columns).
 
-        `rows`, `columns`: the blocks A_k and B_k, of shape (n, rows, size) and (n * columns, size).
+        `rows`, `columns`: the blocks A_k and B_k, of shape (n, rows, size) and (n, columns, size). `until_row`: whether
+        blocks (i, j) with j > i aren't needed; they aren't complete.
         """
         n, count, size = rows.shape
-        width, on_root = len(columns) // n, self._channel.rank == 0
+        width, on_root, flat = columns.shape[1], self._channel.rank == 0, columns.reshape(-1, size)
         total, chunk = np.zeros((n * on_root, count, n, width)), max(1, n // 16)
         for first in range(0, n, chunk):
             stop = min(first + chunk, n)
             last = stop if until_row else n
-            products = rows[first:stop].reshape(-1, size) @ columns[: last * width].T
+            products = rows[first:stop].reshape(-1, size) @ flat[: last * width].T
             reduced = np.empty_like(products) if on_root else None
             self._channel.data.Reduce(products, reduced)
             if reduced is not None:
@@ -162,7 +156,7 @@ class LinearPosterior:
         count = max(1, _PANEL_BYTES // (8 * n * self._length))
         for first in range(0, sensors, count):
             part = slice(first, min(first + count, sensors))
-            panel = self.covariance_with_data(self.F, part, until_row=True)
+            panel = self._running_sum(self._driven(self.F, part), self._gamma, until_row=True)
             if on_root:
                 blocks[:, part] = panel
 
@@ -369,10 +363,10 @@ class Forecast:
     def __init__(self, posterior: LinearPosterior, Q: ShiftInvariantMap):
         self._posterior, self.shape = posterior, Q.offset.shape
         n, sensors = self.shape
-        rows, covariance = (f(Q, slice(0, sensors)) for f in (posterior._driven, posterior.covariance_with_data))
+        rows = posterior._driven(Q, slice(0, sensors))
+        covariance = posterior._running_sum(rows, posterior._gamma)  # with the data
         self._expected = (Q.offset + Q(np.broadcast_to(posterior.prior.mean, Q.shape))).ravel()
-        columns = posterior._colored(rows).reshape(n * sensors, -1)
-        self._prior = posterior._running_sum(rows, columns).reshape(-1, n * sensors)
+        self._prior = posterior._running_sum(rows, posterior._colored(rows)).reshape(-1, n * sensors)
         # W, whose products with its transpose are what the data explain.
         self._weights = posterior.on_root(lambda: posterior.solved(covariance.reshape(n * sensors, -1).T).T)
         self._white, self._mean = np.empty(0), np.zeros(n * sensors)  # of the last call: y, and W y

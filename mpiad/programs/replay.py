@@ -124,7 +124,7 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
 class _Message(NamedTuple):
     """A prepared communication from buffer x into buffer `out`; None for no array."""
 
-    prepared: Callable[..., Callable[[], object] | None] | None  # see `Operation`
+    prepared: Callable[..., Callable[[], object] | None]  # see `Operation`
     params: Any
     x: int | None
     out: int | None
@@ -297,10 +297,11 @@ class Replay:
                 active[step.node], found[at] = matched, None
                 continue
             x = next(iter(step.inputs), None) if request < 0 else None
-            message = _Message(call.fun.prepared, params, x, None if call.fun is ISEND else out)
+            prepared, out = call.fun.prepared, None if call.fun is ISEND else out
+            message = None if prepared is None else _Message(prepared, params, x, out)
             # A receive that is posted at its wait gets the same message only if no earlier one is active.
             first = next((n for n, others in active.items() if matched and others == matched), request)
-            if first == request and len(step.inputs) <= 1 and self._is_preparable(message):
+            if message is not None and first == request and len(step.inputs) <= 1 and self._is_preparable(message):
                 found[at] = message
             active.pop(request, None)
         # Either all communications with message numbers are prepared, or none of them.
@@ -310,7 +311,7 @@ class Replay:
 
     def _is_preparable(self, message: _Message) -> bool:
         buffers = [None if b is None else self.schedule.buffers[b] for b in (message.x, message.out)]
-        if message.prepared is None or any(buffer is not None and buffer.nbytes > SMALL for buffer in buffers):
+        if any(buffer is not None and buffer.nbytes > SMALL for buffer in buffers):
             return False
         spare = [None if buffer is None else np.empty(buffer.shape, buffer.dtype) for buffer in buffers]
         return message.prepared(message.params, *spare) is not None
@@ -556,7 +557,7 @@ class Replay:
 
     def _prepared(self, at: int, step: Run, message: _Message | None) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
-        if message is None or message.prepared is None:
+        if message is None:
             return
         params, x, out = message.params, message.x, message.out
         renewed: list[Any] = []

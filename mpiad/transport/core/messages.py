@@ -303,22 +303,14 @@ def prepared_send(array: np.ndarray, there: Envelope) -> Callable[[], object] | 
 
 def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
     """Return a function that receives an array; callers renew the envelope before each call."""
-    message, status = as_message(destination), MPI.Status()
-    source, size, byte, spec = back.peer, destination.nbytes, MPI.BYTE, Spec(destination.shape, destination.dtype)
-
-    def receive() -> None:
-        try:
-            back.comm.Recv(message, source, back.mpi_tag, status)
-        except MPI.Exception as error:
-            ABANDONED.append((message,))  # MPI may still use it
-            raise _receive_error(error, destination, source, back.tag, call) from None
-        if (got := status.Get_count(byte)) != size:
-            raise _mismatch(destination, f"{got} bytes", source, back.tag, call)
+    spec = Spec(destination.shape, destination.dtype)
 
     def receive_after_probe() -> None:
         destination[...] = _matched(spec, back, call)
 
-    return receive_after_probe if _PROBES_FIRST else receive
+    message, source = as_message(destination), back.peer
+    receiving = _receiving(lambda status: back.comm.Recv(message, source, back.mpi_tag, status), (message,), back, call)
+    return receive_after_probe if _PROBES_FIRST else receiving
 
 
 def prepared_swap(
@@ -330,19 +322,31 @@ def prepared_swap(
     """
     if there.reverse and array.nbytes > _BUFFERED:
         return None
-    sent, received, status = as_message(array), as_message(destination), MPI.Status()
-    dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
+    sent, received, dest, source = as_message(array), as_message(destination), there.peer, back.peer
 
-    def swap() -> None:
+    def swap(status: Status) -> None:
+        there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
+
+    return _receiving(swap, (received, sent), back, call)
+
+
+def _receiving(
+    communicate: Callable[[Status], object], messages: tuple[Buffer, ...], back: Envelope, call: str
+) -> Callable[[], object]:
+    """Return a function that receives into the first of the messages, and checks the number of bytes."""
+    destination, status, byte = messages[0][0], MPI.Status(), MPI.BYTE
+    size = destination.nbytes
+
+    def receive() -> None:
         try:
-            there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
+            communicate(status)
         except MPI.Exception as error:
-            ABANDONED.append((sent, received))  # MPI may still use them
-            raise _receive_error(error, destination, source, back.tag, call) from None
+            ABANDONED.append(messages)  # MPI may still use them
+            raise _receive_error(error, destination, back.peer, back.tag, call) from None
         if (got := status.Get_count(byte)) != size:
-            raise _mismatch(destination, f"{got} bytes", source, back.tag, call)
+            raise _mismatch(destination, f"{got} bytes", back.peer, back.tag, call)
 
-    return swap
+    return receive
 
 
 class PreparedMessages:
