@@ -14,25 +14,20 @@ is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from reaches import report, report_missing
+from reaches import report
+from side_programs import folders, run_side
 
-HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / ".venv-peers" / "bin"
 STEPS = {"180x360": 20, "900x1800": 4}
 # Over jitted mpi4jax.
 FORWARD = {"180x360": 0.7, "900x1800": 0.4}
 GRADIENT, OVER_FORWARD, FROM_DISK = 0.2, 4.0, 0.5
 CLOSE = {"float64": 1e-9, "float32": 1e-3}
-LIMIT = 300
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -44,16 +39,9 @@ parser.add_argument("--budget", type=float, default=1.0, help="seconds for each 
 
 def sides() -> dict[str, Path]:
     """Return the sides that are here, and the folder of each one's interpreter."""
-    own = Path(sys.executable).parent
-    found = {"mpiad": own}
-    peer = [str(PEERS / "python"), "-c", "import mpi4jax"]
-    if (PEERS / "python").exists() and subprocess.run(peer, capture_output=True).returncode == 0:
-        found["mpi4jax"] = PEERS
-    else:
-        print("mpi4jax isn't installed: make bench-peers")
-        report_missing("shallow water beside mpi4jax", "peer not installed")
+    found = folders("mpi4jax", "shallow water beside mpi4jax")
     if find_spec("numba"):
-        found["loops"] = own
+        found["loops"] = found["mpiad"]
     else:
         print("numba isn't installed: no loops by hand")
     return found
@@ -61,15 +49,8 @@ def sides() -> dict[str, Path]:
 
 def run(side: str, folder: Path, ranks: int, size: str, dtype: str, budget: float, cache: str) -> dict:
     """Run a side and return what it has measured."""
-    north, east = size.split("x")
-    launcher = folder / "mpiexec"
-    command = [str(launcher) if launcher.exists() else "mpiexec", "-n", str(ranks), str(folder / "python")]
-    command += [str(HERE / "sides" / f"channel_{side}.py"), north, east, str(STEPS.get(size, 10)), dtype]
-    command += ["--budget", str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env={**os.environ, "MPIAD_CACHE": cache})
-    if done.returncode:
-        raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    arguments = *size.split("x"), STEPS.get(size, 10), dtype, "--budget", budget
+    return run_side(f"channel_{side}", folder / "python", arguments, ranks, MPIAD_CACHE=cache)
 
 
 def compare(options: argparse.Namespace, found: dict[str, Path], ranks: int, size: str, dtype: str) -> None:

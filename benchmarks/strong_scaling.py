@@ -10,17 +10,12 @@ be those of all sides. mpi4jax is started where `make bench-peers` has installed
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from reaches import report, report_missing
+from reaches import report
+from side_programs import folders, run_side
 
-HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / ".venv-peers" / "bin"
-CLOSE, LIMIT = 1e-9, 300
+CLOSE = 1e-9
 CASES = ("forward", "gradient")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,33 +25,17 @@ parser.add_argument("--rounds", type=int, default=2)
 parser.add_argument("--budget", type=float, default=0.5, help="seconds for each case in each round, about")
 
 
-def sides() -> dict[str, Path]:
-    """Return the folder of the interpreter of each side that is here."""
-    peer = [str(PEERS / "python"), "-c", "import mpi4jax"]
-    if (PEERS / "python").exists() and subprocess.run(peer, capture_output=True).returncode == 0:
-        return {"mpiad": Path(sys.executable).parent, "mpi4jax": PEERS}
-    print("mpi4jax isn't installed: make bench-peers")
-    report_missing("steps beside mpi4jax", "peer not installed")
-    return {"mpiad": Path(sys.executable).parent}
-
-
 def run(side: str, folder: Path, ranks: int, cells: int, budget: float) -> dict:
     """Run a side and return what it has measured."""
-    launcher = folder / "mpiexec"
-    command = [str(launcher) if launcher.exists() else "mpiexec", "-n", str(ranks), str(folder / "python")]
-    command += [str(HERE / "sides" / f"heat_{side}.py"), str(cells), str(max(20, 2000 // cells)), "--budget", str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=dict(os.environ))
-    if done.returncode:
-        raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return run_side(f"heat_{side}", folder / "python", (cells, max(20, 2000 // cells), "--budget", budget), ranks)
 
 
-def compare(ranks: int, cells: int, options: argparse.Namespace, folders: dict[str, Path]) -> None:
+def compare(ranks: int, cells: int, options: argparse.Namespace, sides: dict[str, Path]) -> None:
     """Run all rounds of one case, and print its row of the table."""
     best: dict[str, float] = {}
     checks = {}
     for _ in range(options.rounds):
-        for side, folder in folders.items():
+        for side, folder in sides.items():
             measured = run(side, folder, ranks, cells, options.budget)
             for case, ms in measured["ms"].items():
                 name = f"{case}, {side}"
@@ -71,7 +50,7 @@ def compare(ranks: int, cells: int, options: argparse.Namespace, folders: dict[s
         row.append(f"{ours:.1f} | {alone:.1f}")
         report(f"step of {cells}², {ranks} ranks: {case}, over NumPy's and mpi4py's forward step", ours / plain)
     row.append(f"{plain:.1f}")
-    for case in CASES if "mpi4jax" in folders else ():
+    for case in CASES if "mpi4jax" in sides else ():
         theirs = best[f"{case}, mpi4jax"]
         row.append(f"{theirs:.1f}")
         report(f"step of {cells}², {ranks} ranks: {case}, over mpi4jax", best[f"{case}, mpiad"] / theirs)
@@ -79,13 +58,13 @@ def compare(ranks: int, cells: int, options: argparse.Namespace, folders: dict[s
 
 
 def main() -> None:
-    options, folders = parser.parse_args(), sides()
+    options, sides = parser.parse_args(), folders("mpi4jax", "steps beside mpi4jax")
     names = ["cells", "ranks", "forward", "without messages", "gradient", "without messages", "NumPy and mpi4py, forward"]
-    names += [f"mpi4jax, {case}" for case in CASES if "mpi4jax" in folders]
+    names += [f"mpi4jax, {case}" for case in CASES if "mpi4jax" in sides]
     print(f"Microseconds per step:\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for cells in options.cells:
         for ranks in options.ranks:
-            compare(ranks, cells, options, folders)
+            compare(ranks, cells, options, sides)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ a grid. NumPyro is started where `make bench-peers` has installed it, or by the 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,24 +18,20 @@ from pathlib import Path
 
 import numpy as np
 from reaches import report, report_missing
+from side_programs import PEERS, run_side
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "sides"))
 from epidemic import quadrature
 
-HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
-REACH, CLOSE, LIMIT = 0.8, 0.02, 300
+REACH, CLOSE = 0.8, 0.02
 
 
 def run(side: str, python: str, options: argparse.Namespace) -> dict:
     """Run a side and return what it has measured."""
-    command = [python, str(HERE / "sides" / f"epidemic_{side}.py"), str(options.epochs), str(options.draws)]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as empty:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "MPIAD_CACHE": empty}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        arguments = options.epochs, options.draws
+        return run_side(f"epidemic_{side}", Path(python), arguments, OMP_NUM_THREADS=threads, MPIAD_CACHE=empty)
 
 
 def main() -> None:
@@ -44,7 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1500)
     parser.add_argument("--draws", type=int, default=12, help="of each epoch")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--python", default=str(PEERS), help="NumPyro's interpreter")
+    parser.add_argument("--python", default=str(PEERS / "python"), help="NumPyro's interpreter")
     options = parser.parse_args()
     sides = {"mpiad": sys.executable, "numpyro": options.python}
     try:

@@ -10,19 +10,14 @@ of the gradient must be those of both. Devito is started where `make bench-peers
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from reaches import report, report_missing
+from reaches import report
+from side_programs import folders, run_side
 
-HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 STEPS = {"512x512": 100, "128x128x128": 25}
-CLOSE, LIMIT = 1e-9, 300
+CLOSE = 1e-9
 # mpiad's case, Devito's, and what is aimed at as their ratio.
 COMPARED = (
     ("forward, jitted", "forward", 0.8),
@@ -36,32 +31,18 @@ parser.add_argument("--rounds", type=int, default=2)
 parser.add_argument("--budget", type=float, default=1.0, help="seconds for each case in each round, about")
 
 
-def sides() -> dict[str, str]:
-    """Return the interpreter of each side that is here."""
-    if PEERS.exists() and subprocess.run([PEERS, "-c", "import devito"], capture_output=True).returncode == 0:
-        return {"mpiad": sys.executable, "devito": str(PEERS)}
-    print("Devito isn't installed: make bench-peers")
-    report_missing("wave beside Devito", "peer not installed")
-    return {"mpiad": sys.executable}
-
-
-def run(side: str, python: str, cells: str, budget: float) -> dict:
+def run(side: str, folder: Path, cells: str, budget: float) -> dict:
     """Run a side and return what it has measured."""
-    program = HERE / "sides" / f"acoustics_{side}.py"
-    command = [python, str(program), cells, str(STEPS.get(cells, 20)), "--budget", str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=dict(os.environ))
-    if done.returncode:
-        raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return run_side(f"acoustics_{side}", folder / "python", (cells, STEPS.get(cells, 20), "--budget", budget))
 
 
-def compare(found: dict[str, str], cells: str, options: argparse.Namespace) -> None:
+def compare(found: dict[str, Path], cells: str, options: argparse.Namespace) -> None:
     """Run all rounds on one grid and print its lines."""
     best: dict[str, dict[str, float]] = {side: defaultdict(lambda: float("inf")) for side in found}
     checks = {}
     for _ in range(options.rounds):
-        for side, python in found.items():
-            measured = run(side, python, cells, options.budget)
+        for side, folder in found.items():
+            measured = run(side, folder, cells, options.budget)
             for case, ms in measured["ms"].items():
                 best[side][case] = min(best[side][case], ms)
             checks[side] = measured["check"]
@@ -81,7 +62,7 @@ def compare(found: dict[str, str], cells: str, options: argparse.Namespace) -> N
 
 def main() -> None:
     options = parser.parse_args()
-    found = sides()
+    found = folders("devito", "wave beside Devito")
     for cells in options.cells:
         compare(found, cells, options)
 
