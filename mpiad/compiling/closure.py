@@ -18,8 +18,8 @@ from __future__ import annotations
 import builtins
 import dis
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
@@ -480,6 +480,16 @@ def survey(fun: Any, kind: type) -> tuple[bool, str]:
     return reader.reads, reader.effect
 
 
+def may_communicate(fun: Any, kind: type) -> bool:
+    """Return whether a function reads objects of a class, of mpiad or of mpi4py, or objects that can't be followed."""
+    reader = _Survey(kind)
+    try:
+        reader.read(fun)
+    except HoldsTraced:
+        return True
+    return reader.reads or reader.communicates
+
+
 def closed_over_numbers(fun: Any) -> dict[str, float]:
     """Return the variables of enclosing functions that a function uses and that are floats, by name."""
     if type(fun) is not FunctionType or not fun.__closure__:
@@ -581,17 +591,27 @@ class _Survey(_WatchReader):
     def __init__(self, kind: type) -> None:
         super().__init__()
         self._kind, self.reads, self.effect = kind, False, ""
+        self.communicates = False  # whether it reads objects of mpiad or mpi4py, or unknown ones
 
     def read(self, value: Any) -> None:
         if isinstance(value, self._kind):
             self.reads = True
             return
-        with suppress(Unknown):
+        module = getattr(value, "__module__", None) or type(value).__module__
+        self.communicates |= str(module).partition(".")[0] in ("mpiad", "mpi4py")
+        with self._noting_unknown():
             super().read(value)
 
     def _chain(self, value: Any, attributes: Iterable[str]) -> None:
-        with suppress(Unknown):
+        with self._noting_unknown():
             super()._chain(value, attributes)
+
+    @contextmanager
+    def _noting_unknown(self) -> Iterator[None]:
+        try:
+            yield
+        except Unknown:
+            self.communicates = True
 
     def _wrapped(self, value: Any) -> Any:
         self.reads |= isinstance(value, self._kind)

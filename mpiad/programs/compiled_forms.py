@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function
-from mpiad.compiling.closure import MISSING, HoldsTraced, content_of, survey, with_numbers, with_values_of_variables
+from mpiad.compiling.closure import (
+    MISSING,
+    HoldsTraced,
+    content_of,
+    may_communicate,
+    survey,
+    with_numbers,
+    with_values_of_variables,
+)
 from mpiad.compiling.program import place_of
 from mpiad.programs.function import Jitted
 from mpiad.pytrees import is_variable
@@ -103,6 +111,11 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
     if template is None:
         return None
     return Form(template.jitted, ({name: numbers[name] for name in template.arguments},) if template.arguments else ())
+
+
+def is_local(fun: Function) -> bool:
+    """Return whether a function can't communicate."""
+    return not may_communicate(fun, Jitted)
 
 
 def _is_compiled(fun: Function, code: CodeType, calls_jitted: bool) -> bool:

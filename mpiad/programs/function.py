@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
+from mpiad.programs.repeated_calls import Repetition, called_repeatedly
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.transport.core import calls
@@ -330,6 +331,11 @@ class Jitted:
         if len(self._derived) > _MOST_DERIVED:
             del self._derived[next(iter(self._derived))]
         return made
+
+    def repeated(self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]) -> list[Any] | None:
+        """Call the function several times in a row; see `Repetition` and `called_repeatedly`."""
+        with restoring_state():
+            return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves)
 
     def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

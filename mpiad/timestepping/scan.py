@@ -260,7 +260,7 @@ class Loop:
 
         A TypeError is raised if a step uses a traced value that isn't an argument.
         """
-        for part in spans(self.stepping, *span, recorded=False):
+        for part in spans(self.stepping, *span):
             state, rows = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
                 raise TypeError(

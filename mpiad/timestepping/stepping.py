@@ -26,8 +26,6 @@ from mpiad.transport.core.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
 _MAX_STEPS, _MAX_OPERATIONS = 32, 600
-# The ratio of the numbers of steps of different programs.
-_RATIO = 4
 
 
 class Span(NamedTuple):
@@ -70,12 +68,12 @@ def own(stepping: Stepping, state: Sequence[Array]) -> list[Array]:
     return list(state) if stepping.is_pure else list(map(copy_of, state))
 
 
-def spans(stepping: Stepping, first: int, stop: int, recorded: bool = True) -> Iterator[Span]:
-    """Yield the spans of steps that run together, in order; `recorded`: whether they are recorded for a reverse pass."""
+def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
+    """Yield the spans of steps that run together, in order."""
     while first < stop:
-        # Remaining steps run one by one, since each number of steps needs another program.
-        counts = stepping.together[:1] if recorded else stepping.together[::-1]
-        span = Span(first, first + next((count for count in counts if count <= stop - first), 1))
+        # The length of a program is known after the first step. Steps that don't fill a program run one by one.
+        length, rest = stepping.steps_per_program, stop - first
+        span = Span(first, stop - rest % length if rest >= length > 1 else first + 1)
         yield span
         first = span.stop
 
@@ -92,10 +90,11 @@ class UserStepping:
         # The compiled forms of `step`, and of `observe` if there is one of `step`.
         self._form = compiled_form(advance, calls_jitted=True)
         self._form_of_observe = None if self._form is None else compiled_form(observe, calls_jitted=False)
+        self._is_local: bool | None = None  # whether `observe` is known not to communicate
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
-        self._params, self._counts, self._segments, self._variables = params, None, {}, []
+        self._params, self._count, self._segments, self._variables = params, None, {}, []
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -116,22 +115,25 @@ class UserStepping:
         return all(form is not None and form.jitted.operations for form in forms)
 
     @property
-    def together(self) -> list[int]:
-        """The numbers of steps that can run together, in increasing order; the first one for steps that are recorded.
-
-        The numbers don't contain those of segments that can't be compiled; there are none before the first step.
-        """
-        if self._counts is None and self._form is not None and tracing.recorder is None:
+    def steps_per_program(self) -> int:
+        """The number of steps that one program contains; 1 if the program has only one, or isn't known yet."""
+        if self._count is None and self._form is not None and tracing.recorder is None:
             operations = self._form.jitted.operations
             if operations:
-                most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1))
-                max_count = min(most, self._length)
+                most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1), self._length)
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
-                count = min(range(max_count, max_count // 2, -1), key=lambda count: self._length % count)
-                self._counts = [count] if count > 1 else []
-                while self._counts and _RATIO * self._counts[-1] <= min(most, self._steps):
-                    self._counts.append(_RATIO * self._counts[-1])
-        return [count for count in self._counts or () if not self._several(count).refused]
+                self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
+        count = self._count or 1
+        if count == 1 or self._several(count).refused:
+            return 1
+        if self._observe is not None and self._observe_form is None:
+            # Programs have different lengths on different ranks, and this observation follows the steps of a program.
+            if self._is_local is None:
+                from mpiad.programs.compiled_forms import is_local  # see `compiled_form`
+
+                self._is_local = is_local(self._observe)
+            return count if self._is_local else 1
+        return count
 
     def _several(self, count: int) -> Any:
         """Return the compiled function that runs `count` steps."""
@@ -159,8 +161,7 @@ class UserStepping:
         """Return the state after a span of steps, and the values observed after each step; raise if a state is invalid."""
         (first, stop), observe = span, self._observe_form
         if stop > first + 1:
-            segment = self._several(stop - first)
-            state, observed = segment(first, *self._variables, *args.state, *args.inputs, *args.params)
+            state, observed = self._run_programs(span, args)
         else:
             params = self._build_params(args.params)
             entry = (self._build_input(args.inputs),) if self._has_inputs else ()
@@ -176,6 +177,25 @@ class UserStepping:
             leaves, self.build_observed = flatten(tree)
             rows.append(leaves)
         return _checked(state, self._specs, self._names, stop - 1), rows
+
+    def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Tree]]:
+        """Run programs of several steps, and return the last state and the values observed after each step."""
+        (first, stop), length = span, self.steps_per_program
+        segment, state, observed = self._several(length), args.state, list[Tree]()
+        start = 1 + len(self._variables)
+        places = range(start, start + len(state)), range(start + len(state), start + len(state) + len(args.inputs))
+        for k in range(first, stop, length):
+            calls = (stop - k) // length
+            entries = [leaf[k - first :] for leaf in args.inputs] if k > first else args.inputs
+            leaves = [k, *self._variables, *state, *entries, *args.params]
+            repeated = segment.repeated(calls, length, *places, leaves) if calls > 1 else None
+            if repeated is None:
+                state, rows = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
+                observed += rows
+                continue
+            state = repeated[-1][0]
+            return state, [*observed, *[row for _, rows in repeated for row in rows]]
+        return state, observed
 
 
 def _checked(leaves: list[Array], specs: list[Spec], names: list[str], number: int) -> list[Array]:
@@ -225,9 +245,9 @@ class TangentStepping(NamedTuple):
     params: list[int]
 
     @property
-    def together(self) -> list[int]:
-        """The numbers of steps that can run together."""
-        return self.plain.together
+    def steps_per_program(self) -> int:
+        """See `UserStepping`."""
+        return self.plain.steps_per_program
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -213,7 +213,7 @@ def test_an_observation_with_effects_is_called_by_python_after_each_step(caplog,
 
 def test_an_observation_that_is_not_compiled_is_called_by_python(caplog, lengths):
     def observe(u, k):
-        return u[:2] if float(DOMAIN.sum(u)) > 0 else -u[:2]
+        return u[:2] if float(u.sum()) > 0 else -u[:2]
 
     with caplog.at_level("INFO", "mpiad"):
         for _ in range(3):
@@ -224,6 +224,37 @@ def test_an_observation_that_is_not_compiled_is_called_by_python(caplog, lengths
     warnings = [record.getMessage() for record in caplog.records if "isn't compiled" in record.getMessage()]
     assert len(warnings) == 1
     assert f"test_functions_around_jitted.py:{observe.__code__.co_firstlineno}" in warnings[0]
+
+
+def test_messages_of_an_observation_follow_those_of_its_step(lengths):
+    """The programs of the ranks have different lengths, so an observation that communicates must follow a single step."""
+    seen, work = [], 60 * COMM.rank
+
+    @mpiad.jit
+    def step(u):
+        total = mpiad.mpi_allreduce(anp.sum(u))
+        for _ in range(work):
+            u = u + anp.sin(u) * 1e-3
+        return 0.9 * u + 0.01 * total
+
+    def observe(u, k):
+        seen.append(float(mpiad.mpi_allreduce(u[0])))
+        return u[:1]
+
+    u = np.arange(3.0) + COMM.rank
+    for _ in range(3):
+        seen.clear()
+        scan(lambda u, k: step(u), u, STEPS, observe=observe)
+    assert max(lengths) == 1
+    expected, blocks = [], [np.arange(3.0) + rank for rank in range(COMM.size)]
+    for _ in range(STEPS):
+        total = sum(block.sum() for block in blocks)
+        for rank, block in enumerate(blocks):
+            for _ in range(60 * rank):
+                block += np.sin(block) * 1e-3
+            block[:] = 0.9 * block + 0.01 * total
+        expected.append(sum(block[0] for block in blocks))
+    np.testing.assert_allclose(seen, expected, rtol=1e-12)
 
 
 def _observed(u, a):

@@ -1,0 +1,100 @@
+"""Loops that run a short program many times, beside the same loop written out with plain autograd and messages."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.programs import function
+from mpiad.pytrees import flatten
+from mpiad.timestepping import CheckpointSchedule, scan, stepping
+
+COMM = MPI.COMM_WORLD
+STEPS, CELLS = 23, 4
+AFTER, BEFORE = (COMM.rank + 1) % COMM.size, (COMM.rank - 1) % COMM.size
+RNG = np.random.default_rng(7 + COMM.rank)
+START, FORCES, SPEED = RNG.standard_normal(CELLS), RNG.standard_normal((STEPS, 2)), 1.0 + RNG.random(CELLS)
+
+
+def advance(u, k, force, speed, a):
+    low = mpiad.mpi_exchange(u[-1:], dest=AFTER, source=BEFORE)
+    left = anp.concatenate([low, u[:-1]])
+    new = u - 0.1 * a * speed * (u - left) + 0.02 * anp.sin(u * (k + 1))
+    return new + anp.concatenate([force, 0.0 * force])
+
+
+def observed(u, k, speed, a):
+    return u[1:3] * a, anp.sum(u**2) * (k + 1.0)
+
+
+step = mpiad.jit(advance, strict=True)
+
+
+def looped(u, forces, speed, a, checkpoints=None):
+    last, (rows, energies) = scan(
+        lambda u, k, force, speed, a: step(u, k, force, speed, a), u, STEPS, speed, a, inputs=forces, observe=observed,
+        checkpoints=checkpoints,
+    )  # fmt: skip
+    return anp.sum(anp.tanh(last)) + anp.sum(rows**2) + anp.sum(anp.log(1.0 + energies))
+
+
+def written_out(u, forces, speed, a):
+    rows, energies = [], []
+    for k in range(STEPS):
+        u = advance(u, k, forces[k], speed, a)
+        row, energy = observed(u, k, speed, a)
+        rows.append(row)
+        energies.append(energy)
+    return anp.sum(anp.tanh(u)) + anp.sum(anp.stack(rows) ** 2) + anp.sum(anp.log(1.0 + anp.stack(energies)))
+
+
+@pytest.fixture
+def repetitions(monkeypatch):
+    """The numbers of calls that were repeated together; programs have at most four steps."""
+    found, repeated = [], function.called_repeatedly
+
+    def noted(cache, repetition, leaves):
+        made = repeated(cache, repetition, leaves)
+        if made is not None:
+            found.append((repetition.calls, repetition.steps))
+        return made
+
+    monkeypatch.setattr(function, "called_repeatedly", noted)
+    monkeypatch.setattr(stepping, "_MAX_STEPS", 4)
+    return found
+
+
+@pytest.mark.parametrize("checkpoints", [None, 3, CheckpointSchedule(2, recorded=9)])
+@pytest.mark.parametrize("argnum", [0, 3, (1, 2), (0, 1, 2, 3)])
+def test_gradients(repetitions, argnum, checkpoints):
+    args = START, FORCES, SPEED, 0.7
+    expected = mpiad.value_and_grad(written_out, argnum, objective="sum")(*args)
+    gradient = mpiad.value_and_grad(lambda *args: looped(*args, checkpoints), argnum, objective="sum")
+    for _ in range(3):
+        repetitions.clear()
+        value, found = gradient(*args)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-13)
+    pairs = zip(found, expected[1]) if isinstance(argnum, tuple) else [(found, expected[1])]
+    for ours, other in pairs:
+        np.testing.assert_allclose(ours, other, rtol=1e-11, atol=1e-13)
+    if checkpoints is None:
+        # The first program starts from a state that is constant unless it is a variable; two steps run one by one.
+        assert repetitions in ([(7, 3)], [(6, 3)])
+
+
+@pytest.mark.parametrize("checkpoints", [None, 3])
+def test_values_and_other_derivatives(repetitions, checkpoints):
+    args, v = (START, FORCES, SPEED, 0.7), (RNG.standard_normal(CELLS), 0.3)
+    loop = lambda u, a: looped(u, FORCES, SPEED, a, checkpoints)  # noqa: E731
+    plain = lambda u, a: written_out(u, FORCES, SPEED, a)  # noqa: E731
+    for _ in range(3):
+        repetitions.clear()
+        np.testing.assert_allclose(looped(*args, checkpoints), written_out(*args), rtol=1e-13)
+        assert (7, 3) in repetitions or checkpoints is not None
+        for product in (
+            lambda f: mpiad.jvp(lambda x: f(*x), (START, 0.7), v),
+            lambda f: mpiad.hvp(f, (0, 1), objective="sum")(START, 0.7, v),
+        ):
+            for ours, other in zip(flatten(product(loop))[0], flatten(product(plain))[0], strict=True):
+                np.testing.assert_allclose(ours, other, rtol=1e-10)
