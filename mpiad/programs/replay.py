@@ -28,7 +28,7 @@ from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
-from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
+from mpiad.programs.message_numbers import MessageNumbers, channels_of, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
@@ -287,9 +287,14 @@ class Replay:
             params, out = call.args[1], next(iter(step.results), None)
             if is_numbered(params) or call.fun in (ISEND, IRECV):  # requests without a partner have no number
                 numbered.add(at)
+            out = None if call.fun in (ISEND, IRECV) and request < 0 else out  # the request
+            is_unused = out not in self.replays.uses and out not in self.schedule.outputs
+            if is_unused and not channels_of(params):  # there is no partner
+                found[at] = None
+                continue
             if call.fun is ISEND and request >= 0:
                 # The sent values, which the wait returns, would have to be kept.
-                if out not in self.replays.uses and out not in self.schedule.outputs:
+                if is_unused:
                     found[at] = None
                 continue
             matched = [(id(e.channel), e.reverse, e.peer, e.mpi_tag) for e in envelopes_of(params) if not e.outgoing]
@@ -297,8 +302,7 @@ class Replay:
                 active[step.node], found[at] = matched, None
                 continue
             x = next(iter(step.inputs), None) if request < 0 else None
-            prepared, out = call.fun.prepared, None if call.fun is ISEND else out
-            message = None if prepared is None else _Message(prepared, params, x, out)
+            message = None if call.fun.prepared is None else _Message(call.fun.prepared, params, x, out)
             # A receive that is posted at its wait gets the same message only if no earlier one is active.
             first = next((n for n, others in active.items() if matched and others == matched), request)
             if message is not None and first == request and len(step.inputs) <= 1 and self._is_preparable(message):

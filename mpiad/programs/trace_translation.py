@@ -19,6 +19,7 @@ from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_f
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.differentiation.segment_sum import Segments, summed_by_segment
+from mpiad.primitives.catalogue import EXCHANGE, IRECV, RECV, WAIT
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
@@ -169,9 +170,16 @@ class _Translation:
         single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
+        if single and dtype in COMPUTED and self._is_from_nobody(step, data, found):
+            return [program.number(0, shape, dtype)]
         if single or not specs:
             return [number] if specs else []
         return [program.add("item", (number,), shape, dtype, place) for place, (shape, dtype) in enumerate(specs)]
+
+    def _is_from_nobody(self, step: Step, data: Step, inputs: Sequence[int]) -> bool:
+        """Return whether a call receives an array, and nobody sends one: the result is zeros."""
+        call: Any = self.program.nodes[inputs[0]].data if step.fun is WAIT and inputs else data
+        return isinstance(call, Step) and call.fun in (EXCHANGE, IRECV, RECV) and call.args[1].source is None
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:
