@@ -52,6 +52,7 @@ _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 class Source(NamedTuple):
     """The kernel `name` of a text, and its signature; `definitions`: functions that aren't in the text (see `folding`)."""
 
+    # The text is in the kernel language, or an LLVM function, which begins with "define".
     # Signatures are, for example, ``void(int64, float64[:, ::1])``, or ``linked(float64[:, ::1])`` for a linked kernel. An
     # array that a linked kernel writes mustn't overlap other arrays.
     # The text and the signature determine the definitions, which are made only to compile the kernel.
@@ -78,6 +79,9 @@ def code_of(sources: Sequence[Source], fast: str = "") -> tuple[bytes, list[str]
     for source in sources:
         text, name, signature, definitions = source
         linked = is_linked(signature)
+        if text.startswith("define "):
+            texts.append((text, name))
+            continue
         try:
             texts.append((translated(text, name, arguments_of(signature), fast, linked, definitions()), name))
         except NotImplementedError as error:

@@ -14,7 +14,7 @@ from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate, like_sent
 from mpiad.transport import PROD, SUM, channel
 from mpiad.transport.core import collectives
-from mpiad.transport.core.messages import prepared_sum
+from mpiad.transport.core.messages import Prepared, prepared_sum
 from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -63,7 +63,7 @@ def _forward(x: Array, p: Reduction) -> Array:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
-def _prepared(p: Reduction, x: Array, out: Array | None) -> Function | None:
+def _prepared(p: Reduction, x: Array, out: Array | None) -> Prepared | None:
     # Maximum and minimum need checks for NaN.
     return prepared_sum(p.channel, x, out) if p.op == SUM and out is not None else None
 

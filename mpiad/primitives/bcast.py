@@ -12,7 +12,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import outgoing
-from mpiad.transport.core.messages import prepared_bcast
+from mpiad.transport.core.messages import Prepared, prepared_bcast
 
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
@@ -60,7 +60,7 @@ def _forward(x: Array, p: Rooted) -> Array:
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
-def _prepared(p: Rooted, x: Array, out: Array | None) -> Function | None:
+def _prepared(p: Rooted, x: Array, out: Array | None) -> Prepared | None:
     return None if p.spec is None or out is None else prepared_bcast(p.channel, x, out, p.root)
 
 

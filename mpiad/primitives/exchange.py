@@ -10,7 +10,7 @@ from mpiad.primitives.checks import addresses
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.core.buffers import outgoing, private_copy, spec_of
-from mpiad.transport.core.messages import prepared_receive, prepared_send, prepared_swap, receive, send, swap
+from mpiad.transport.core.messages import Prepared, prepared_receive, prepared_send, prepared_swap, receive, send, swap
 
 
 def mpi_exchange(
@@ -73,20 +73,22 @@ def _forward(x: Array, p: Exchange) -> Array:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
-def _prepared(p: Exchange, x: Array, out: Array | None) -> Function | None:
+def _prepared(p: Exchange, x: Array, out: Array | None) -> Prepared | None:
     target = p.spec.empty() if out is None else out
     if p.dest is not None and p.source is not None:
         return prepared_swap(x, p.dest, target, p.source, "mpi_exchange")
     if p.source is not None:
         return prepared_receive(target, p.source, "mpi_exchange")
     send = None if p.dest is None else prepared_send(x, p.dest)
+    if p.dest is not None and (send is None or out is None):
+        return send
 
-    def send_only() -> None:
+    def fill_and_send() -> None:
         target.fill(0)
         if send is not None:
-            send()
+            send.call()
 
-    return None if p.dest is not None and send is None else send_only
+    return Prepared(fill_and_send)
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:

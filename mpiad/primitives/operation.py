@@ -30,6 +30,7 @@ from mpiad.transport.core.buffers import outgoing
 from mpiad.transport.core.calls import Arguments, Call, Site
 from mpiad.transport.core.channels import Used, communications
 from mpiad.transport.core.collectives import name_of
+from mpiad.transport.core.messages import Prepared
 from mpiad.transport.core.tracing import restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import interruptible
@@ -229,9 +230,9 @@ class Operation(Recorded):
     """A communication of one array: declared in `catalogue`, defined in the file of its public function.
 
     - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
-    - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
-      arguments that communicates from array x into array out (None if there is none), and doesn't report its calls to
-      debugging tools. For the start of a receive, it is a function that receives, called in place of the wait.
+    - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, the communication from
+      array x into array out (None if there is none), whose calls aren't reported to debugging tools. For the start of a
+      receive, it is the receive, which is called in place of the wait.
     - `forward`: the forward rule, which reports its calls to debugging tools, while they ask for it.
     - `abstract`: ``abstract(x, params)`` returns the `Spec` of the result, or a result that isn't an array, without
       communication; NotImplemented if only a run can tell it. Arrays are passed for their shapes and dtypes.
@@ -242,7 +243,7 @@ class Operation(Recorded):
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
         super().__init__(name)
         self.point_to_point, self.of_request, self.batched_adjoint = point_to_point, of_request, batched_adjoint
-        self.prepared: Callable[[Any, Array | None, Array | None], Callable[[], object] | None] | None = None
+        self.prepared: Callable[[Any, Array | None, Array | None], Prepared | None] | None = None
 
     def define(
         self, forward: Callable, adjoint: Callable, tangent: Callable | None = None, abstract: Callable | None = None

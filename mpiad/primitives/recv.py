@@ -11,7 +11,7 @@ from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.checks import address_from
 from mpiad.primitives.operation import communicate
 from mpiad.transport import spec_of
-from mpiad.transport.core.messages import prepared_receive, receive
+from mpiad.transport.core.messages import Prepared, prepared_receive, receive
 
 
 def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:
@@ -62,11 +62,11 @@ def _forward(x: None, p: Receiving) -> Array:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_recv")
 
 
-def prepared(p: Receiving, x: None, out: Array | None, call: str) -> Function | None:
-    """Return a function that receives into the array `out`, or None; see `Operation`."""
+def prepared(p: Receiving, x: None, out: Array | None, call: str) -> Prepared | None:
+    """Return the receive of an array into `out`, or None; see `Operation`."""
     target = p.spec.empty() if out is None else out
     if p.source is None:
-        return lambda: target.fill(0)
+        return Prepared(lambda: target.fill(0))
     return prepared_receive(target, p.source, call) if p.source.is_fixed else None
 
 

@@ -9,7 +9,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Envelope, Spec
 from mpiad.transport.core.buffers import outgoing, private_copy
-from mpiad.transport.core.messages import prepared_send, send
+from mpiad.transport.core.messages import Prepared, prepared_send, send
 
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
@@ -62,8 +62,8 @@ def _forward(x: Array, p: Envelope | None) -> Array:
     return x if hasattr(x, "dtype") else array[()]
 
 
-def prepared(p: Envelope | None, x: Array, out: Array | None) -> Function | None:
-    """Return a function that sends the array x, and copies it into `out`; see `Operation`."""
+def prepared(p: Envelope | None, x: Array, out: Array | None) -> Prepared | None:
+    """Return the send of the array x, with a copy of it in `out`, or None; see `Operation`."""
     send = None if p is None else prepared_send(x, p)
     if p is not None and (send is None or out is None):
         return send
@@ -72,9 +72,9 @@ def prepared(p: Envelope | None, x: Array, out: Array | None) -> Function | None
         if out is not None:
             out[...] = x
         if send is not None:
-            send()
+            send.call()
 
-    return copy_and_send
+    return Prepared(copy_and_send)
 
 
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Function:

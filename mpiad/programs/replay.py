@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,10 +32,13 @@ from mpiad.programs.message_numbers import MessageNumbers, channels_of, envelope
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
+from mpiad.transport import Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.core.linked_calls import LinkedCall, handle_of
+from mpiad.transport.core.messages import Prepared
 
 
 class Replays:
@@ -124,10 +127,16 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
 class _Message(NamedTuple):
     """A prepared communication from buffer x into buffer `out`; None for no array."""
 
-    prepared: Callable[..., Callable[[], object] | None]  # see `Operation`
+    prepared: Callable[..., Prepared | None]  # see `Operation`
     params: Any
     x: int | None
     out: int | None
+    renewed: Sequence[Envelope] = ()  # the envelopes among the parameters that get new numbers in each run
+    linked: LinkedCall | None = None  # the call, if it is made by machine code
+
+
+# The messages of a schedule's steps; None for a step that needs no call.
+_Messages: TypeAlias = "dict[int, _Message | None]"
 
 
 _WORD = 8
@@ -136,16 +145,28 @@ _WORD = 8
 class _KernelBlocks:
     """The blocks of memory, one per thread of a loop, from which kernels read their arguments (see `compiling.cache`)."""
 
-    def __init__(self, replays: Replays, actions: Sequence[Action]):
-        # The kernels between two Python calls are linked: a call of the first one runs all of them. `linked`: the actions
-        # whose kernels are run by the kernel before them.
+    def __init__(self, replays: Replays, actions: Sequence[Action], messages: _Messages):
+        # The kernels and messages between two Python calls are linked: a call of the first one runs all of them. `linked`:
+        # the actions that are run by the action before them.
         schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int], int] = {}
         self._held: list[Array] = []
-        words: list[int] = []
+        self._calls: dict[int, tuple[int, LinkedCall]] = {}  # first words of messages' blocks, by step
+        words: list[int] = [0]  # the first one is the step whose message has failed, plus one
+        kernels: dict[int, Kernel | None] = {}
         for k, action in enumerate(actions):
-            text = replays.texts[action.at]
+            text, message = replays.texts[action.at], messages.get(action.at)
+            kernels[k] = replays.kernels[action.at] if len(action.shares) == 1 else None
+            if message is not None and message.linked is not None:
+                self._starts[k, 0] = len(words)
+                self._calls[action.at] = len(words), message.linked
+                for kind, b in (("x", message.x), ("out", message.out)):
+                    places = [len(words) + place for place in message.linked.places(kind)]
+                    if b is not None:
+                        self._places.setdefault(root_of(schedule.buffers, b), []).extend(places)
+                kernels[k] = message.linked.kernel
+                words += message.linked.words(0, 0, 0)
             for thread, boxes in enumerate(action.shares):
                 self._starts[k, thread] = len(words)
                 words += [0, 0]
@@ -158,14 +179,44 @@ class _KernelBlocks:
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]
-        self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
-        alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
+        self.words = (ctypes.c_int64 * len(words))(*words)
+        first = ctypes.addressof(self.words)
+        for at, (start, call) in self._calls.items():
+            made = call.words(first + _WORD * start, first, at + 1)
+            self.words[start : start + len(made)] = made
+            if messages[at].out is None:  # type: ignore[union-attr]
+                self._held.append(np.empty(call.nbytes, np.uint8))  # for a message that nobody reads
+                for place in call.places("out"):
+                    self.words[start + place] = _address_of(self._held[-1])
+        calls_made = [k for k, action in enumerate(actions) if messages.get(action.at, True) is not None]
         parts = [schedule.part(action.at) for action in actions]
-        self.linked = {k for k in alone if k - 1 in alone and parts[k] == parts[k - 1]}
-        for k in self.linked:
-            start = self._starts[k - 1, 0]
-            self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
-            self.words[start + 1] = self.address(k)
+        self.linked: set[int] = set()
+        for before, k in pairwise(calls_made):
+            kernel = kernels[k]
+            if kernels[before] is not None and kernel is not None and parts[k] == parts[before]:
+                self.linked.add(k)
+                start = self._starts[before, 0]
+                self.words[start : start + 2] = kernel.function.address, self.address(k)  # type: ignore[attr-defined]
+
+    def bind_communicators(self) -> None:
+        """Store the handles of the communicators, which change when channels are renewed."""
+        for start, call in self._calls.values():
+            for place in call.places("comm"):
+                self.words[start + place] = handle_of(call.comm)
+
+    def channels(self) -> dict[tuple[int, bool], LinkedCall]:
+        """Return a message for each communicator."""
+        return {(id(call.channel), call.is_reverse): call for _, call in self._calls.values()}
+
+    def tag_of(self, at: int, place: int) -> int:
+        """Return the index of the word of a message's tag."""
+        return self._calls[at][0] + place
+
+    def raise_error(self, at: int) -> None:
+        """Raise the error of the message of a step."""
+        start, call = self._calls[at]
+        self.words[0] = 0
+        call.raise_error(self.words[start : start + len(call.words(0, 0, 0))])
 
     def address(self, k: int, thread: int = 0) -> int:
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
@@ -244,8 +295,12 @@ class Replay:
         self.replays, self.schedule, self.prepared = replays, replays.schedule, prepared
         self.nodes: list[Node] = self.schedule.program.nodes
         self._actions = replays.actions[prepared]
-        self._blocks = _KernelBlocks(replays, self._actions)
         self.numbers = MessageNumbers()
+        messages, numbered = self._messages_of_steps()
+        self._messages: _Messages = {}
+        for at, message in messages.items() if prepared else ():
+            self._messages[at] = message and self._numbered(message)
+        self._blocks = _KernelBlocks(replays, self._actions, self._messages)
         self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
@@ -261,17 +316,48 @@ class Replay:
         buffers = self.schedule.buffers
         self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
-        messages, numbered = self._messages_of_steps()
-        self._messages = messages if prepared else {}
+        self.names |= {"bind": self._bind_communicators, "fail": self._fail}
+        self._bind_communicators()
         self._renumbers, self.is_numbered = bool(numbered - self._messages.keys()), bool(numbered)
         self.first, *self.later = self._functions()
 
-    def _messages_of_steps(self) -> tuple[dict[int, _Message | None], set[int]]:
+    def _bind_communicators(self) -> None:
+        self._blocks.bind_communicators()
+        for k, call in enumerate(self._blocks.channels().values()):
+            self.names |= {f"C{k}": call.channel, f"D{k}": call.comm}
+
+    def _fail(self, at: int) -> None:
+        """Raise the error of the message of a step at the user's line."""
+        _call_at(self.nodes[self.schedule.steps[at].node].site, "prepared")(lambda: self._blocks.raise_error(at))
+
+    def _numbered(self, message: _Message) -> _Message:
+        """Return a message whose envelopes this replay renews."""
+        params, renewed, buffers = message.params, list[Envelope](), self.schedule.buffers
+        if envelopes_of(params):
+            params, renewed = self.numbers.with_copies(params)
+        arrays = [None if b is None else np.empty(buffers[b].shape, buffers[b].dtype) for b in (message.x, message.out)]
+        made = message.prepared(params, *arrays)
+        linked = None if made is None or made.linked is None or made.linked.kernel is None else made.linked
+        if message.x is not None and not self._is_dense(message.x):
+            linked = None
+        return message._replace(params=params, renewed=renewed, linked=linked)
+
+    def _is_dense(self, b: int) -> bool:
+        """Return whether a buffer has an address, at which its entries follow each other."""
+        buffers, allocations = self.schedule.buffers, self.replays.allocations
+        root = root_of(buffers, b)
+        if buffers[root].kind == "result" and all(x is None or x.out != root for x in self._messages.values()):
+            return False  # Python allocates it
+        shape = buffers[root].shape
+        is_padded = root in allocations and len(shape) > 1 and allocations[root].pitch != shape[-1]
+        return buffers[b].map is None and not is_padded
+
+    def _messages_of_steps(self) -> tuple[_Messages, set[int]]:
         """Return the communications of small arrays, which can be prepared, and the steps of numbered messages.
 
         For a request, the start sends, and the wait receives: a wait for a send and the start of a receive have no message.
         """
-        found: dict[int, _Message | None] = {}
+        found: _Messages = {}
         numbered: set[int] = set()
         active: dict[int, list[Any]] = {}  # nodes of started receives, and what MPI matches
         for at, step in enumerate(self.schedule.steps):
@@ -340,6 +426,10 @@ class Replay:
             if self.replays.last_check >= 0 and not part:
                 self._lines.append("log.clear()")
             outputs = returned[start:end]
+            if part in {schedule.part(at) for at, message in self._messages.items() if message and message.linked}:
+                channels = enumerate(self._blocks.channels())
+                changed = [f"C{k}.{'reverse' if reverse else 'data'} is not D{k}" for k, (_, reverse) in channels]
+                self._lines.append(f"if {' or '.join(changed)}: bind()")
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
                 if schedule.part(action.at) == part:
@@ -468,14 +558,18 @@ class Replay:
             if len(blocks) > 1:
                 self._lines.append(f"together(k{at}, {blocks})")
             elif k not in self._blocks.linked:
-                self._lines.append(f"k{at}({blocks[0]})")
+                self._begin_chain(f"k{at}({blocks[0]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
         elif at in self._messages:
-            self._prepared(at, step, self._messages[at])
+            message = self._messages[at]
+            if message is not None and message.linked is not None:
+                self._link(k, at, message, message.linked)
+            elif message is not None:
+                self._prepared(at, step, message)
         else:
             self._call(at, step)
         if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
@@ -559,22 +653,43 @@ class Replay:
         self.names[name] = value
         return name
 
-    def _prepared(self, at: int, step: Run, message: _Message | None) -> None:
-        """Append the lines of a prepared communication from one buffer into another."""
-        if message is None:
-            return
-        params, x, out = message.params, message.x, message.out
-        renewed: list[Any] = []
-        if envelopes_of(params):
-            params, renewed = self.numbers.with_copies(params)
-        for k, envelope in enumerate(renewed):
+    def _begin_chain(self, line: str) -> None:
+        """Append the call of the first of several linked kernels and messages."""
+        self._head = len(self._lines)
+        self._lines.append(line)
+
+    def _link(self, k: int, at: int, message: _Message, call: LinkedCall) -> None:
+        """Bind the arrays of a message that is linked to others, and give it numbers before the first of them is called."""
+        if message.out is not None:
+            self._bind(message.out)
+        if k not in self._blocks.linked:
+            self.names[f"k{at}"] = call.kernel.function  # type: ignore[union-attr]
+            self._begin_chain(f"k{at}({self._blocks.address(k)})")
+        renewals = self._renewals(at, message)
+        for place, envelope in call.tags():
+            if envelope.reverse:
+                name = self._bound(envelope)
+                renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {name}.mpi_tag")
+        self._lines[self._head : self._head] = renewals
+        self._head += len(renewals)
+        if len(self._lines) == self._head + 1:
+            self._lines.append("if t[0]: fail(t[0] - 1)")
+
+    def _renewals(self, at: int, message: _Message) -> list[str]:
+        """Return the statements that give new numbers to a message's envelopes."""
+        for k, envelope in enumerate(message.renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
-            self._lines.append(f"e{at}_{k}()")
+        return [f"e{at}_{k}()" for k in range(len(message.renewed))]
+
+    def _prepared(self, at: int, step: Run, message: _Message) -> None:
+        """Append the lines of a prepared communication from one buffer into another."""
+        x, out = message.x, message.out
+        self._lines += self._renewals(at, message)
         if out is not None:
             self._bind(out)
         arrays = self._at_fixed_place(x), None if out is None else self.names[f"b{out}"]
         self.names[f"f{at}"] = _call_at(self.nodes[step.node].site, "prepared")
-        self.names[f"q{at}"] = message.prepared(params, *arrays)
+        self.names[f"q{at}"] = message.prepared(message.params, *arrays).call  # type: ignore[union-attr]
         self._lines.append(f"f{at}(q{at})")
 
     def _at_fixed_place(self, b: int | None) -> Array | None:

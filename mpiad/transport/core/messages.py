@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -12,6 +13,7 @@ from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.buffers import private_copy
 from mpiad.transport.core.channels import ABANDONED, Channel
+from mpiad.transport.core.linked_calls import LinkedCall, Operand, Tag
 from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.transfers import communicate, incoming_transfer, outgoing_transfer
 
@@ -262,7 +264,7 @@ def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str) -> 
     )
 
 
-# Repeated communication of the same arrays, in which only MPI's requests are created.
+# Repeated communication of the same arrays.
 
 
 def as_message(array: np.ndarray) -> Buffer:
@@ -270,14 +272,26 @@ def as_message(array: np.ndarray) -> Buffer:
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
-def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
-    """Return a function that sums the ranks' small arrays into `out`, on all ranks."""
+class Prepared(NamedTuple):
+    """A communication of fixed arrays: a function without arguments, and the same call for machine code, if there is one.
+
+    The envelopes of its messages get new numbers before each call.
+    """
+
+    call: Callable[[], object]
+    linked: LinkedCall | None = None
+
+
+def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Prepared:
+    """Return the sum of the ranks' small arrays in `out`, on all ranks."""
     sent, received = as_message(array), as_message(out)
-    return lambda: channel.data.Allreduce(sent, received)
+    arguments = "x", "out", *received[1:], MPI.SUM, "comm"
+    linked = LinkedCall("Allreduce", arguments, channel, False, 0, _fail)
+    return Prepared(lambda: channel.data.Allreduce(sent, received), linked)
 
 
-def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: int) -> Callable[[], object]:
-    """Return a function that copies the root's array into `out`, on all ranks."""
+def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: int) -> Prepared:
+    """Return the copy of the root's array in `out`, on all ranks."""
     message = as_message(out)
 
     def bcast() -> None:
@@ -285,7 +299,7 @@ def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: i
             out[...] = array
         channel.data.Bcast(message, root)
 
-    return bcast
+    return Prepared(bcast)
 
 
 # Messages that MPI buffers at once, so that a send doesn't wait for its receiver: Open MPI's limit on a node is 4 KiB with
@@ -293,32 +307,38 @@ def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: i
 _BUFFERED = 4000
 
 
-def prepared_send(array: np.ndarray, there: Envelope) -> Callable[[], object] | None:
-    """Return a function that sends an array, or None: the receiver must be fixed, and MPI must buffer the message."""
+def prepared_send(array: np.ndarray, there: Envelope) -> Prepared | None:
+    """Return the send of an array, or None: the receiver must be fixed, and MPI must buffer the message."""
     if not there.is_fixed or array.nbytes > _BUFFERED or there.peer == there.channel.rank:
         return None
     message, dest = as_message(array), there.peer
-    return lambda: there.comm.Send(message, dest, there.mpi_tag)
+    arguments = "x", *message[1:], dest, Tag(there), "comm"
+    linked = LinkedCall("Send", arguments, there.channel, there.reverse, 0, _fail)
+    return Prepared(lambda: there.comm.Send(message, dest, there.mpi_tag), linked)
 
 
-def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
-    """Return a function that receives an array; callers renew the envelope before each call."""
+def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Prepared:
+    """Return the receive of an array."""
     spec = Spec(destination.shape, destination.dtype)
 
     def receive_after_probe() -> None:
         destination[...] = _matched(spec, back, call)
 
+    if _PROBES_FIRST:
+        return Prepared(receive_after_probe)
     message, source = as_message(destination), back.peer
-    receiving = _receiving(lambda status: back.comm.Recv(message, source, back.mpi_tag, status), (message,), back, call)
-    return receive_after_probe if _PROBES_FIRST else receiving
+    arguments = "out", *message[1:], source, Tag(back), "comm", "status"
+    return _receiving(
+        lambda status: back.comm.Recv(message, source, back.mpi_tag, status), (message,), back, call, "Recv", arguments
+    )
 
 
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
-) -> Callable[[], object] | None:
-    """Return a function that sends one array and receives another; callers renew the envelopes before each call.
+) -> Prepared | None:
+    """Return the send of one array and the receive of another.
 
-    None for a reversed swap that MPI wouldn't buffer: unlike `swap`, the function waits for its receiver.
+    None for a reversed swap that MPI wouldn't buffer: unlike `swap`, it waits for its receiver.
     """
     if there.reverse and array.nbytes > _BUFFERED:
         return None
@@ -327,26 +347,37 @@ def prepared_swap(
     def swap(status: Status) -> None:
         there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
 
-    return _receiving(swap, (received, sent), back, call)
+    arguments = "x", *sent[1:], dest, Tag(there), "out", *received[1:], source, Tag(back), "comm", "status"
+    return _receiving(swap, (received, sent), back, call, "Sendrecv", arguments)
 
 
 def _receiving(
-    communicate: Callable[[Status], object], messages: tuple[Buffer, ...], back: Envelope, call: str
-) -> Callable[[], object]:
-    """Return a function that receives into the first of the messages, and checks the number of bytes."""
+    communicate: Callable[[Status], object], messages: tuple[Buffer, ...], back: Envelope, call: str, name: str,
+    arguments: Sequence[Operand],
+) -> Prepared:  # fmt: skip
+    """Return a call that receives into the first of the messages, and checks the number of bytes."""
     destination, status, byte = messages[0][0], MPI.Status(), MPI.BYTE
     size = destination.nbytes
+
+    def fail(code: int, got: int) -> None:
+        if code:
+            ABANDONED.append(messages)  # MPI may still use them
+            raise _receive_error(MPI.Exception(code), destination, back.peer, back.tag, call) from None
+        raise _mismatch(destination, f"{got} bytes", back.peer, back.tag, call)
 
     def receive() -> None:
         try:
             communicate(status)
         except MPI.Exception as error:
-            ABANDONED.append(messages)  # MPI may still use them
-            raise _receive_error(error, destination, back.peer, back.tag, call) from None
+            fail(error.Get_error_code(), 0)
         if (got := status.Get_count(byte)) != size:
-            raise _mismatch(destination, f"{got} bytes", back.peer, back.tag, call)
+            fail(0, got)
 
-    return receive
+    return Prepared(receive, LinkedCall(name, arguments, back.channel, back.reverse, size, fail))
+
+
+def _fail(code: int, got: int) -> None:
+    raise MPI.Exception(code)
 
 
 class PreparedMessages:
