@@ -7,7 +7,8 @@ from jitted import assert_same
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport.core import messages
+from mpiad.programs import replay
+from mpiad.transport.core import linked_calls, messages
 
 FORMS = [lambda f: f, *(lambda f, form=form: form(f, objective="sum") for form in (mpiad.grad, mpiad.value_and_grad))]
 NONE = MPI.PROC_NULL
@@ -201,3 +202,28 @@ def test_replays_that_are_watched_prepare_nothing(rng):
     with mpiad.debug.checked():
         found = compiled(x)
     assert_same(found, compiled(x), 1e-14)
+
+
+def linked_messages(x):
+    before, after = neighbors(mpiad.mpi_rank(), mpiad.mpi_size())
+    for k in range(3):
+        low = mpiad.mpi_exchange(anp.sin(x[:3]), dest=after, source=before, tag=k)
+        mpiad.mpi_send(x[-2:] * (k + 1.0), after)
+        x = x * anp.concatenate([low + 1.0, mpiad.mpi_recv(x[:2], before), x[:1]]) + 0.1 * mpiad.mpi_allreduce(x)
+    return anp.sum(anp.tanh(x))
+
+
+def test_messages_between_kernels_are_called_by_machine_code(monkeypatch, rank, rng):
+    """Python isn't called between the kernels of a part, and the results have the bits of calls from Python."""
+    x, texts = rng.standard_normal(6), []
+    monkeypatch.setattr(replay, "compile", lambda text, *rest: texts.append(text) or compile(text, *rest), raising=False)
+    found = [mpiad.value_and_grad(mpiad.jit(linked_messages), objective="sum")(x)]
+    if MPI.get_vendor()[0] == "MPICH":
+        calls = [line for line in texts[-1].splitlines() if line.strip().startswith(("k", "f"))]
+        assert len(calls) == 2  # one for each part
+    monkeypatch.setattr(linked_calls, "_kernels", dict)
+    found.append(mpiad.value_and_grad(mpiad.jit(linked_messages), objective="sum")(x))
+    assert sum(line.strip().startswith("f") for line in texts[-1].splitlines()) >= 6
+    found.append(mpiad.value_and_grad(linked_messages, objective="sum")(x))
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+    assert_same(found[0], found[2], 1e-12)
