@@ -29,7 +29,7 @@ from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.repeated_calls import Repetition, called_repeatedly
+from mpiad.programs.repeated_calls import Recording, Repetition, called_repeatedly, recorded
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.transport.core import calls
@@ -332,10 +332,19 @@ class Jitted:
             del self._derived[next(iter(self._derived))]
         return made
 
-    def repeated(self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]) -> list[Any] | None:
+    def repeated(
+        self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]
+    ) -> list[Any] | None:  # fmt: skip
         """Call the function several times in a row; see `Repetition` and `called_repeatedly`."""
         with restoring_state():
             return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves)
+
+    def recorded(
+        self, calls: int, steps: int, state: range, entries: range, leaves: list[Any], variables: Sequence[int]
+    ) -> Recording | None:  # fmt: skip
+        """Call the function several times in a row, with variables whose cotangents can be computed."""
+        with restoring_state():
+            return recorded(self._cache, Repetition(calls, steps, state, entries), leaves, variables)
 
     def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

@@ -7,7 +7,8 @@ part of the program from the last run to the first, each in the buffers of its r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.programs.calls_on_tape import is_simple, require_plain
 from mpiad.programs.program_cache import Entry, ProgramCache, count, is_admitted
+from mpiad.programs.replay import Lease
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -46,39 +48,62 @@ class Repetition(NamedTuple):
         return made
 
 
+class Recording(NamedTuple):
+    """Repeated calls whose reverse pass can run."""
+
+    entry: Entry
+    state: list[Array]  # the state after the last call
+    rows: list[list[Array]]  # the further results of each call
+    # Returns the cotangents of the variables, given those of the last state and of the further results of all calls.
+    pull: Callable[[list[Array]], list[Array]]
+
+    def results(self, state: Sequence[Any], others: Sequence[Any]) -> list[Tree]:
+        """Return the results of all calls, given values of the last state and of the further results of all calls."""
+        n = len(others) // len(self.rows)
+        return [self.entry.build([*state, *others[k * n : (k + 1) * n]]) for k in range(len(self.rows))]
+
+
 def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> list[Tree] | None:
     """Return the results of all calls; None if they must be made one by one, since there is no program, for example.
 
     Of the states, only that of the last result is valid.
     """
     tape: Any = tracing.tape
-    first = repetition.arguments(0, leaves, [leaves[k] for k in repetition.state])
-    arguments = arguments_of(tuple(first), {}, cache.asked)
-    boxed = [k for k in arguments.traced if type(arguments.leaves[k]) in _boxes]
-    if tracing.recorder is not None or len(arguments.traced) < len(first):
-        return None
+    boxed = [k for k, x in enumerate(leaves) if type(x) in _boxes]
     if tape is None:
-        key: Any = arguments.key
-    else:
-        # The variables of all calls are the same if the whole state is.
-        key = "reverse", tuple(boxed), arguments.key
-        is_reverse = type(tape) is OrderedTape and tape.passes in ("one", "several")
-        if not is_reverse or not is_simple(tape, [first[k] for k in boxed]):
-            return None
-    if boxed and (tape is None or not set(repetition.state) <= set(boxed)):
+        return None if boxed else _called(cache, repetition, leaves)
+    if type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not set(repetition.state) <= set(boxed):
         return None
-    entry = cache.entries.get(key)
+    if not is_simple(tape, [leaves[k] for k in boxed]):
+        return None
+    made = recorded(cache, repetition, list(map(getval, leaves)), boxed)
+    if made is None:
+        return None
+    values, places = [*made.state, *chain.from_iterable(made.rows)], [leaves[k]._node.index for k in boxed]
+    entry, n = made.entry, len(made.state)
+    values = tape.record_call(entry.channels, values, [True] * len(values), places, made.pull, entry.communicates)
+    return made.results(values[:n], values[n:])
+
+
+def _entry(
+    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], variables: Sequence[int] | None
+) -> Entry | None:
+    """Return the program of a call, with a reverse pass if there are `variables`; None if it can't be repeated."""
+    state = [leaves[k] for k in repetition.state]
+    arguments = arguments_of(tuple(repetition.arguments(0, leaves, state)), {}, cache.asked)
+    if tracing.recorder is not None or len(arguments.traced) < len(leaves):
+        return None
+    entry = cache.entries.get(arguments.key if variables is None else ("reverse", tuple(variables), arguments.key))
     if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
         return None
-    last = arguments._replace(
-        leaves=repetition.arguments(repetition.calls - 1, first, [first[k] for k in repetition.state])
-    )
-    if not is_admitted(entry, arguments) or not is_admitted(entry, last):
+    last = arguments._replace(leaves=repetition.arguments(repetition.calls - 1, leaves, state))
+    return entry if is_admitted(entry, arguments) and is_admitted(entry, last) else None
+
+
+def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> list[Tree] | None:
+    entry = _entry(cache, repetition, leaves, None)
+    if entry is None:
         return None
-    return _run(entry, repetition, leaves) if tape is None else _run_on_tape(cache, entry, repetition, leaves, boxed)
-
-
-def _run(entry: Entry, repetition: Repetition, leaves: Sequence[Any]) -> list[Tree]:
     note_channels(entry.channels)
     replay, state, made = entry.replays.take(), [leaves[k] for k in repetition.state], []
     for call in range(repetition.calls):
@@ -89,45 +114,44 @@ def _run(entry: Entry, repetition: Repetition, leaves: Sequence[Any]) -> list[Tr
     return list(map(entry.build, made))
 
 
-def _run_on_tape(
-    cache: ProgramCache, entry: Entry, repetition: Repetition, leaves: Sequence[Any], boxed: list[int]
-) -> list[Tree]:
-    """Run the first part of the program for each call, and record one node that runs the second parts."""
-    plain, calls, n = list(map(getval, leaves)), repetition.calls, len(repetition.state)
-    state, leases, kept, observed = [plain[k] for k in repetition.state], [], [], []
+def recorded(cache: ProgramCache, repetition: Repetition, leaves: list[Any], variables: Sequence[int]) -> Recording | None:
+    """Run the first part of the program for each call; None if the calls must be made one by one on a tape.
+
+    `leaves`: plain values; `variables`: the positions of those whose cotangents `Recording.pull` returns.
+    """
+    for k in variables:
+        leaves[k] = leaves[k] if type(leaves[k]) is np.ndarray else np.asarray(leaves[k])
+    entry = _entry(cache, repetition, leaves, variables)
+    if entry is None:
+        return None
+    calls, n, later = repetition.calls, len(repetition.state), entry.replays.read_later
+    state, rows, leases, kept = [leaves[k] for k in repetition.state], [], list[Lease](), []
     note_channels(entry.channels)
     for call in range(calls):
-        inputs, lease = repetition.arguments(call, plain, state), entry.replays.lease()
+        inputs = repetition.arguments(call, leaves, state)
+        leases.append(entry.replays.lease())
         count(entry.communications)
-        values = lease.replay.first(*inputs)
-        leases.append(lease)
-        kept.append([x if k in entry.replays.read_later else None for k, x in enumerate(inputs)])
+        values = leases[-1].replay.first(*inputs)
+        kept.append([x if k in later else None for k, x in enumerate(inputs)])
         state = values[:n]
-        observed += values[n:]
-    values = [*state, *observed]
-    per_call = len(observed) // calls
-    specs = {k: spec_like(plain[k]) for k in boxed}
+        rows.append(values[n:])
+    specs, width = {k: spec_like(leaves[k]) for k in variables}, len(rows[0])
 
     def pull(gs: list[Array]) -> list[Array]:
         require_plain(gs, cache.name)
-        totals: dict[int, Any] = {k: specs[k].zeros() for k in boxed if k in repetition.entries}
+        state, totals = gs[:n], {k: specs[k].zeros() for k in variables if k in repetition.entries}
         for call in reversed(range(calls)):
             count(entry.communications)
-            place = n + call * per_call
-            made = leases[call].replay.later[0](*kept[call], *gs[:n], *gs[place : place + per_call])
-            cotangents = dict(zip(boxed, made))
-            gs[:n] = [conform(cotangents.pop(k), *specs[k]) for k in repetition.state]
+            place = n + call * width
+            made = leases[call].replay.later[0](*kept[call], *state, *gs[place : place + width])
+            cotangents = dict(zip(variables, made))
+            state = [conform(cotangents.pop(k), *specs[k]) for k in repetition.state]
             for k, g in cotangents.items():
                 if k in repetition.entries:
                     totals[k][call * repetition.steps : (call + 1) * repetition.steps] = g
                 else:
                     g = conform(g, *specs[k])
                     totals[k] = np.add(totals[k], g, out=totals[k]) if k in totals and np.shape(g) else totals.get(k, 0) + g
-        return [gs[k - repetition.state.start] if k in repetition.state else totals[k] for k in boxed]
+        return [state[k - repetition.state.start] if k in repetition.state else totals[k] for k in variables]
 
-    places = [leaves[k]._node.index for k in boxed]
-    tape: Any = tracing.tape
-    recorded = tape.record_call(entry.channels, values, [True] * len(values), places, pull, entry.communicates)
-    last = recorded[:n]
-    rows = [recorded[k : k + per_call] for k in range(n, len(recorded), per_call)] if per_call else [[]] * calls
-    return [entry.build([*last, *row]) for row in rows]
+    return Recording(entry, state, rows, pull)

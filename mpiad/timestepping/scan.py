@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import chain, dropwhile, islice
 from numbers import Integral
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import isbox
@@ -19,7 +19,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.trace import Traced, Variables, trace_backwards
+from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
@@ -35,6 +35,15 @@ _log = logging.getLogger("mpiad")
 
 def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
+
+
+class _Steps(NamedTuple):
+    """Some steps that were recorded for a reverse pass."""
+
+    span: Span
+    indices: list[int]  # of the variables among all leaves
+    # Returns the cotangents of the variables in each of several reverse passes, given those of the results.
+    pull: Callable[[list[list[Array]]], list[list[Array]]]
 
 
 class _CheckpointedRun:
@@ -65,8 +74,8 @@ class _CheckpointedRun:
         self._shares = other._shares = True
         return other
 
-    def reversed(self, loop: Loop, args: Arguments, passes: str) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Yield spans of steps and their traces, from the last to the first; `passes` as in `Tape`."""
+    def reversed(self, loop: Loop, args: Arguments, passes: str) -> Iterator[_Steps]:
+        """Yield recorded steps, from the last to the first; `passes` as in `Tape`."""
         comparison, after = _Comparison(loop), loop.last_checksums
         for action in chain([self.last], self._actions):
             if not isinstance(action, Reverse):
@@ -76,8 +85,8 @@ class _CheckpointedRun:
             before = [checksum(leaf, action.first - 1) for leaf in state]
             for span in spans(loop.stepping, action.first, action.stop):
                 # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
-                records.append((span, loop.traced(args, span, state, passes)))
-                values = records[-1][1][1].values
+                values, steps = loop.recorded(args, span, state, passes)
+                records.append(steps)
                 state, rows = values[: len(state)], iter(values[len(state) :])
                 for number in range(*span) if loop.observed_checksums else ():
                     expected = loop.observed_checksums[number]
@@ -86,7 +95,7 @@ class _CheckpointedRun:
             after = before
             while records:
                 yield records.pop()
-            del state  # a reference to recorded values, which the restored state replaces
+            del state, values  # references to recorded values, which the restored state replaces
         comparison.require_same()
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: list[Array] | None) -> None:
@@ -242,15 +251,9 @@ class Loop:
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = run.shared(self) if self._keeps else None
         cotangents = [_Cotangents(args, self.active) for _ in parts]
-        for span, (indices, trace) in run.reversed(self, args, "together" if together else "several"):
-            seeds = []
-            for state, arrays in zip(states, observed):
-                results = zip([*state, *[x[number] for number in range(*span) for x in arrays]], trace.values, trace.places)
-                seeds.append([(place, conform(x, *spec_like(value))) for x, value, place in results if place >= 0])
-            if together:
-                found = run_backward_together(trace.recording, seeds, len(indices))
-            else:
-                found = [run_backward(trace.recording, seeds[0], len(indices))]
+        for span, indices, pull in run.reversed(self, args, "together" if together else "several"):
+            entries = [[x[number] for number in range(*span) for x in arrays] for arrays in observed]
+            found = pull([[*state, *rows] for state, rows in zip(states, entries)])
             states = [each.add(span, indices, gs) for each, gs in zip(cotangents, found)]
         vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
         return stack(vectors) if together else vectors[0]
@@ -291,17 +294,35 @@ class Loop:
         if self._recorded:
             self.observed_checksums.append([checksum(leaf, number) for leaf in row])
 
-    def traced(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[int], Traced]:
-        """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
+    def recorded(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[Array], _Steps]:
+        """Run some steps, and return the state, followed by the observed values, and the steps' reverse pass."""
         args = args.at(span, state)
-        leaves = args.all()
         # Inputs and parameters that are constant outside of the loop need no cotangents.
-        indices = [*range(len(state)), *[k for k in self.active if k >= len(state)]]
-        variables = Variables(leaves, indices, list)
+        active = [k for k in self.active if k >= len(state)]
+        made = self.stepping.recorded(span, args, active) if passes == "several" else None
+        if made is not None:
+            specs = list(map(spec_like, made.values))
+
+            def pull(lanes: list[list[Array]]) -> list[list[Array]]:
+                return [made.pull([conform(g, *spec) for g, spec in zip(gs, specs)]) for gs in lanes]
+
+            return made.values, _Steps(span, made.indices, pull)
+        variables = Variables(args.all(), [*range(len(state)), *active], list)
         traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
-        return indices, traced
+        places, count = [(value, place) for value, place in zip(traced.values, traced.places)], len(variables.places)
+
+        def pull_tape(lanes: list[list[Array]]) -> list[list[Array]]:
+            seeds = [
+                [(place, conform(g, *spec_like(value))) for g, (value, place) in zip(gs, places) if place >= 0]
+                for gs in lanes
+            ]
+            if passes == "together":
+                return run_backward_together(traced.recording, seeds, count)
+            return [run_backward(traced.recording, seeds[0], count)]
+
+        return traced.values, _Steps(span, variables.places, pull_tape)
 
     def tangent(self, leaves: Sequence[Array], directions: Sequence[Array]) -> Array:
         """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""

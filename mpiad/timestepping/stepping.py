@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Array, Function, Tree
@@ -76,6 +77,14 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
         span = Span(first, stop - rest % length if rest >= length > 1 else first + 1)
         yield span
         first = span.stop
+
+
+class Recorded(NamedTuple):
+    """Steps whose reverse pass can run."""
+
+    indices: list[int]  # those of the variables among the leaves of `Arguments`
+    values: list[Array]  # the state after the steps, followed by the values that were observed after each step
+    pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of the values
 
 
 class UserStepping:
@@ -178,12 +187,38 @@ class UserStepping:
             rows.append(leaves)
         return _checked(state, self._specs, self._names, stop - 1), rows
 
+    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
+        """Run steps by programs whose reverse passes can run, and without a tape; None if that is impossible.
+
+        `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
+        """
+        length, rest = self.steps_per_program, span.stop - span.first
+        observe = self._observe_form
+        if length == 1 or rest % length or self._observe is not None and observe is None:
+            return None
+        segment = self._several(length)
+        start, places = self._places(args)
+        leaves = [span.first, *self._variables, *args.all()]
+        indices = [*range(len(args.state)), *active]
+        made = segment.recorded(rest // length, length, *places, leaves, [start + k for k in indices])
+        if made is None:
+            return None
+        rows = [row for _, rows in made.results(made.state, list(chain.from_iterable(made.rows))) for row in rows]
+        for k, row in enumerate(rows):
+            rows[k], self.build_observed = flatten(row)
+        return Recorded(indices, [*made.state, *chain.from_iterable(rows)], made.pull)
+
+    def _places(self, args: Arguments) -> tuple[int, tuple[range, range]]:
+        """Return the positions of the leaves of `args`, and of the state and the inputs, among a program's arguments."""
+        start = 1 + len(self._variables)
+        inputs = start + len(args.state)
+        return start, (range(start, inputs), range(inputs, inputs + len(args.inputs)))
+
     def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Tree]]:
         """Run programs of several steps, and return the last state and the values observed after each step."""
         (first, stop), length = span, self.steps_per_program
         segment, state, observed = self._several(length), args.state, list[Tree]()
-        start = 1 + len(self._variables)
-        places = range(start, start + len(state)), range(start + len(state), start + len(state) + len(args.inputs))
+        start, places = self._places(args)
         for k in range(first, stop, length):
             calls = (stop - k) // length
             entries = [leaf[k - first :] for leaf in args.inputs] if k > first else args.inputs
@@ -193,8 +228,7 @@ class UserStepping:
                 state, rows = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
                 observed += rows
                 continue
-            state = repeated[-1][0]
-            return state, [*observed, *[row for _, rows in repeated for row in rows]]
+            return repeated[-1][0], [*observed, *[row for _, rows in repeated for row in rows]]
         return state, observed
 
 
@@ -248,6 +282,10 @@ class TangentStepping(NamedTuple):
     def steps_per_program(self) -> int:
         """See `UserStepping`."""
         return self.plain.steps_per_program
+
+    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
+        """See `UserStepping`."""
+        return None
 
     @property
     def places(self) -> tuple[str, ...]:
