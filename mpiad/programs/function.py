@@ -332,9 +332,7 @@ class Jitted:
             del self._derived[next(iter(self._derived))]
         return made
 
-    def repeated(
-        self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]
-    ) -> list[Any] | None:  # fmt: skip
+    def repeated(self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]) -> Any:
         """Call the function several times in a row; see `Repetition` and `called_repeatedly`."""
         with restoring_state():
             return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves)

@@ -8,7 +8,6 @@ part of the program from the last run to the first, each in the buffers of its r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,8 @@ class Repetition(NamedTuple):
     """Repeated calls of a function of leaves: the number of the first step, and arrays.
 
     The first results of a call are the arguments at the positions `state` of the next one. Each call gets the next `steps`
-    entries of the arguments at the positions `entries`, along their first axis, and a number that is larger by `steps`.
+    entries of the arguments at the positions `entries`, along their first axis, and a number that is larger by `steps`. The
+    further results have one entry per step, and are joined along their first axis.
     """
 
     calls: int
@@ -53,21 +53,17 @@ class Recording(NamedTuple):
 
     entry: Entry
     state: list[Array]  # the state after the last call
-    rows: list[list[Array]]  # the further results of each call
-    # Returns the cotangents of the variables, given those of the last state and of the further results of all calls.
-    pull: Callable[[list[Array]], list[Array]]
+    columns: list[Array]  # the further results, with one entry per step of all calls
+    pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of state and columns
 
-    def results(self, state: Sequence[Any], others: Sequence[Any]) -> list[Tree]:
-        """Return the results of all calls, given values of the last state and of the further results of all calls."""
-        n = len(others) // len(self.rows)
-        return [self.entry.build([*state, *others[k * n : (k + 1) * n]]) for k in range(len(self.rows))]
+    @property
+    def build(self) -> Callable[[list[Array]], Tree]:
+        """A function that returns the result, given its leaves."""
+        return self.entry.build
 
 
-def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> list[Tree] | None:
-    """Return the results of all calls; None if they must be made one by one, since there is no program, for example.
-
-    Of the states, only that of the last result is valid.
-    """
+def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> Tree | None:
+    """Return the last state and the joined results; None if the calls must be made one by one: there is no program, say."""
     tape: Any = tracing.tape
     boxed = [k for k, x in enumerate(leaves) if type(x) in _boxes]
     if tape is None:
@@ -79,10 +75,8 @@ def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Seque
     made = recorded(cache, repetition, list(map(getval, leaves)), boxed)
     if made is None:
         return None
-    values, places = [*made.state, *chain.from_iterable(made.rows)], [leaves[k]._node.index for k in boxed]
-    entry, n = made.entry, len(made.state)
-    values = tape.record_call(entry.channels, values, [True] * len(values), places, made.pull, entry.communicates)
-    return made.results(values[:n], values[n:])
+    values, places, entry = [*made.state, *made.columns], [leaves[k]._node.index for k in boxed], made.entry
+    return made.build(tape.record_call(entry.channels, values, [True] * len(values), places, made.pull, entry.communicates))
 
 
 def _entry(
@@ -100,18 +94,23 @@ def _entry(
     return entry if is_admitted(entry, arguments) and is_admitted(entry, last) else None
 
 
-def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> list[Tree] | None:
+def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> Tree | None:
     entry = _entry(cache, repetition, leaves, None)
     if entry is None:
         return None
     note_channels(entry.channels)
-    replay, state, made = entry.replays.take(), [leaves[k] for k in repetition.state], []
+    replay, state, rows = entry.replays.take(), [leaves[k] for k in repetition.state], []
     for call in range(repetition.calls):
         count(entry.communications)
-        made.append(replay.first(*repetition.arguments(call, leaves, state)))
-        state = made[-1][: len(state)]
+        values = replay.first(*repetition.arguments(call, leaves, state))
+        state = values[: len(state)]
+        rows.append(values[len(state) :])
     entry.replays.give_back(replay)
-    return list(map(entry.build, made))
+    return entry.build([*state, *_joined(rows)])
+
+
+def _joined(rows: list[list[Array]]) -> list[Array]:
+    return rows[0] if len(rows) == 1 else [np.concatenate(column) for column in zip(*rows)]
 
 
 def recorded(cache: ProgramCache, repetition: Repetition, leaves: list[Any], variables: Sequence[int]) -> Recording | None:
@@ -135,23 +134,23 @@ def recorded(cache: ProgramCache, repetition: Repetition, leaves: list[Any], var
         kept.append([x if k in later else None for k, x in enumerate(inputs)])
         state = values[:n]
         rows.append(values[n:])
-    specs, width = {k: spec_like(leaves[k]) for k in variables}, len(rows[0])
+    specs, length = {k: spec_like(leaves[k]) for k in variables}, repetition.steps
 
     def pull(gs: list[Array]) -> list[Array]:
         require_plain(gs, cache.name)
         state, totals = gs[:n], {k: specs[k].zeros() for k in variables if k in repetition.entries}
         for call in reversed(range(calls)):
             count(entry.communications)
-            place = n + call * width
-            made = leases[call].replay.later[0](*kept[call], *state, *gs[place : place + width])
+            steps = slice(call * length, (call + 1) * length)
+            made = leases[call].replay.later[0](*kept[call], *state, *[g[steps] for g in gs[n:]])
             cotangents = dict(zip(variables, made))
             state = [conform(cotangents.pop(k), *specs[k]) for k in repetition.state]
             for k, g in cotangents.items():
                 if k in repetition.entries:
-                    totals[k][call * repetition.steps : (call + 1) * repetition.steps] = g
+                    totals[k][steps] = g
                 else:
                     g = conform(g, *specs[k])
                     totals[k] = np.add(totals[k], g, out=totals[k]) if k in totals and np.shape(g) else totals.get(k, 0) + g
         return [state[k - repetition.state.start] if k in repetition.state else totals[k] for k in variables]
 
-    return Recording(entry, state, rows, pull)
+    return Recording(entry, state, _joined(rows), pull)

@@ -7,7 +7,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import chain, dropwhile, islice
+from itertools import chain, dropwhile
 from numbers import Integral
 from typing import NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.device.assembly import stack
+from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
@@ -25,7 +25,7 @@ from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, runs, schedule_of
 from mpiad.timestepping.snapshots import Snapshots, checksum, copy_of
-from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, own, spans
+from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, joined, own, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
@@ -87,10 +87,11 @@ class _CheckpointedRun:
                 # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
                 values, steps = loop.recorded(args, span, state, passes)
                 records.append(steps)
-                state, rows = values[: len(state)], iter(values[len(state) :])
-                for number in range(*span) if loop.observed_checksums else ():
-                    expected = loop.observed_checksums[number]
-                    comparison.add(number, list(islice(rows, len(expected))), expected, observed=True)
+                state, columns = values[: len(state)], values[len(state) :]
+                for number in range(*span) if columns else ():
+                    row = [column[number - span.first] for column in columns]
+                    comparison.add(number, row, loop.observed_checksums[number], observed=True)
+                del columns
             comparison.add(action.stop - 1, state, after)
             after = before
             while records:
@@ -252,8 +253,8 @@ class Loop:
         self._stored = run.shared(self) if self._keeps else None
         cotangents = [_Cotangents(args, self.active) for _ in parts]
         for span, indices, pull in run.reversed(self, args, "together" if together else "several"):
-            entries = [[x[number] for number in range(*span) for x in arrays] for arrays in observed]
-            found = pull([[*state, *rows] for state, rows in zip(states, entries)])
+            entries = [[x[slice(*span)] for x in arrays] for arrays in observed]
+            found = pull([[*state, *columns] for state, columns in zip(states, entries)])
             states = [each.add(span, indices, gs) for each, gs in zip(cotangents, found)]
         vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
         return stack(vectors) if together else vectors[0]
@@ -264,35 +265,35 @@ class Loop:
         A TypeError is raised if a step uses a traced value that isn't an argument.
         """
         for part in spans(self.stepping, *span):
-            state, rows = self.stepping.run(part, args.at(part, state))
-            if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
+            state, columns = self.stepping.run(part, args.at(part, state))
+            if any(map(isbox, [*state, *columns])):
                 raise TypeError(
                     "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
                     "differentiate. Pass it to scan among the params, so that step gets it as an argument, or, if no "
                     "derivative is needed, use its plain value, mpiad.stop_gradient(x)."
                 )
-            if observed is not None:
-                for number, row in zip(range(*part), rows):
-                    self._store(row, number, observed)
+            if observed is not None and columns:
+                self._store(columns, part, observed)
         return state
 
-    def _store(self, row: list[Array], number: int, observed: list[Array]) -> None:
-        """Store the arrays observed after a step as entries of the `observed` arrays, which the first step creates."""
-        specs = [spec_like(leaf) for leaf in row]
+    def _store(self, columns: list[Array], span: Span, observed: list[Array]) -> None:
+        """Store the values observed after some steps in the `observed` arrays, which the first step creates."""
+        specs = [spec._replace(shape=spec.shape[1:]) for spec in map(spec_like, columns)]
         # The first step determines the shapes and dtypes.
-        if number == 0:
+        if span.first == 0:
             self.observed_specs = specs
             observed[:] = [spec._replace(shape=(self.steps, *spec.shape)).empty() for spec in specs]
         if specs != self.observed_specs or not all(spec.differentiable for spec in specs):
             first = _described(self.observed_specs or [])
             raise TypeError(
                 "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
-                f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
+                f"but after step {span.first} it returned {_described(specs)}, and after step 0 {first}."
             )
-        for array, leaf in zip(observed, row):
-            array[number] = leaf
+        for array, column in zip(observed, columns):
+            array[slice(*span)] = column
         if self._recorded:
-            self.observed_checksums.append([checksum(leaf, number) for leaf in row])
+            for k, number in enumerate(range(*span)):
+                self.observed_checksums.append([checksum(column[k], number) for column in columns])
 
     def recorded(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[Array], _Steps]:
         """Run some steps, and return the state, followed by the observed values, and the steps' reverse pass."""
@@ -343,7 +344,7 @@ class Loop:
     def tangents(self, leaves: Sequence[Array], vectors: Array) -> Array:
         """Return tangents along several directions, by Jacobians of a few steps, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
-        state, rows, length = args.state, [], self.schedule.recorded
+        state, columns, length = args.state, list[Array](), self.schedule.recorded
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
         tangents = [zero if g is None else g for zero, g in zip(zeros, along.state)]
         for first in range(0, self.steps, length):
@@ -355,9 +356,9 @@ class Loop:
             linear = self.linearized(block, [*state, *[leaf[slice(*block)] for leaf in args.inputs], *args.params], active)
             changes: list[Array] = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
-            rows += changes[len(state) :]
+            columns += changes[len(state) :]
         count = len(self.observed_specs or [])
-        columns = [*tangents, *[stack(rows[k::count], 1) for k in range(count)]]
+        columns = [*tangents, *[concatenate(columns[k::count], 1) for k in range(count)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
     def linearized(self, block: Span, leaves: list[Array], active: list[int]) -> Linearization:
@@ -367,20 +368,20 @@ class Loop:
         """
 
         def run(*leaves: Array) -> list[Array]:
-            args, observed = self._like.like(leaves), []
+            args, blocks = self._like.like(leaves), []
             state = args.state
             for span in spans(self.stepping, *block):
                 part = Span(span.first - block.first, span.stop - block.first)
-                state, rows = self.stepping.run(span, args.at(part, state))
-                observed += chain.from_iterable(rows)
-            return [*state, *observed]
+                state, columns = self.stepping.run(span, args.at(part, state))
+                blocks.append(columns)
+            return [*state, *joined(blocks)]
 
         return linearize(run, tuple(active))(*leaves)
 
     def _outputs(self, span: Span, args: Arguments) -> list[Array]:
-        """Return the state after a span of steps, followed by the values that were observed after each step."""
-        after, rows = self.stepping.run(span, args)
-        return [*after, *chain.from_iterable(rows)]
+        """Return the state after a span of steps, followed by the observed values."""
+        after, columns = self.stepping.run(span, args)
+        return [*after, *columns]
 
     def directions(self, vector: Array) -> list[Array]:
         """Split a vector of cotangents, or several, into one direction per leaf, None for inactive leaves."""
@@ -593,14 +594,13 @@ def _in_a_trace(
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[Array]]:
     """Run the loop so that the enclosing tape records every step."""
-    args, rows = stepping.args, []
+    args, blocks = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(copy_of, args.state))
     for span in spans(stepping, 0, steps):
-        state, observed = stepping.run(span, args.at(span, state))
-        # Copies, since a later step may write into an observed state.
-        rows += [own(stepping, row) for row in observed]
-    return state, [stack(column) for column in zip(*rows)]
+        state, columns = stepping.run(span, args.at(span, state))
+        blocks.append(columns)
+    return state, joined(blocks)
 
 
 def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, observe: object) -> None:

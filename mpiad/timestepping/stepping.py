@@ -12,11 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
+
+import autograd.numpy as anp
+import numpy as np
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.program import place_of
+from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
@@ -83,7 +86,7 @@ class Recorded(NamedTuple):
     """Steps whose reverse pass can run."""
 
     indices: list[int]  # those of the variables among the leaves of `Arguments`
-    values: list[Array]  # the state after the steps, followed by the values that were observed after each step
+    values: list[Array]  # the state after the steps, followed by the observed values, with an axis for steps
     pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of the values
 
 
@@ -166,26 +169,29 @@ class UserStepping:
         form = self._form_of_observe
         return None if form is None or form.jitted.refused else form
 
-    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after a span of steps, and the values observed after each step; raise if a state is invalid."""
+    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
+        """Return the state after a span of steps, and the observed values; raise if a state is invalid.
+
+        The observed values have an additional first axis, with one entry per step.
+        """
         (first, stop), observe = span, self._observe_form
         if stop > first + 1:
-            state, observed = self._run_programs(span, args)
-        else:
-            params = self._build_params(args.params)
-            entry = (self._build_input(args.inputs),) if self._has_inputs else ()
-            advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
-            tree = advance(self.build_state(args.state), first, *entry, *params)
-            state = flatten(tree)[0]
-            observed = [] if self._observe is None else [tree if observe is None else observe(tree, first, *params)]
-        if self._observe is not None and observe is None:
-            params = self._build_params(args.params)
-            observed = [self._observe(each, first + k, *params) for k, each in enumerate(observed)]
-        rows = []
-        for tree in observed:
-            leaves, self.build_observed = flatten(tree)
-            rows.append(leaves)
-        return _checked(state, self._specs, self._names, stop - 1), rows
+            state, columns = self._run_programs(span, args)
+            return _checked(state, self._specs, self._names, stop - 1), columns
+        params = self._build_params(args.params)
+        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
+        advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
+        tree = advance(self.build_state(args.state), first, *entry, *params)
+        columns = [] if self._observe is None else self._columns([(observe or self._observe)(tree, first, *params)])
+        return _checked(flatten(tree)[0], self._specs, self._names, first), columns
+
+    def _columns(self, rows: Sequence[Tree]) -> list[Array]:
+        """Return the leaves of observed values along a new first axis."""
+        leaves = []
+        for row in rows:
+            parts, self.build_observed = flatten(row)
+            leaves.append(parts)
+        return [stack(column) for column in zip(*leaves)]
 
     def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
         """Run steps by programs whose reverse passes can run, and without a tape; None if that is impossible.
@@ -193,8 +199,7 @@ class UserStepping:
         `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
         """
         length, rest = self.steps_per_program, span.stop - span.first
-        observe = self._observe_form
-        if length == 1 or rest % length or self._observe is not None and observe is None:
+        if length == 1 or rest % length or self._is_observed_by_python:
             return None
         segment = self._several(length)
         start, places = self._places(args)
@@ -203,10 +208,12 @@ class UserStepping:
         made = segment.recorded(rest // length, length, *places, leaves, [start + k for k in indices])
         if made is None:
             return None
-        rows = [row for _, rows in made.results(made.state, list(chain.from_iterable(made.rows))) for row in rows]
-        for k, row in enumerate(rows):
-            rows[k], self.build_observed = flatten(row)
-        return Recorded(indices, [*made.state, *chain.from_iterable(rows)], made.pull)
+        columns, self.build_observed = flatten(made.build([*made.state, *made.columns])[1])
+        return Recorded(indices, [*made.state, *columns], made.pull)
+
+    @property
+    def _is_observed_by_python(self) -> bool:
+        return self._observe is not None and self._observe_form is None
 
     def _places(self, args: Arguments) -> tuple[int, tuple[range, range]]:
         """Return the positions of the leaves of `args`, and of the state and the inputs, among a program's arguments."""
@@ -214,22 +221,34 @@ class UserStepping:
         inputs = start + len(args.state)
         return start, (range(start, inputs), range(inputs, inputs + len(args.inputs)))
 
-    def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Tree]]:
-        """Run programs of several steps, and return the last state and the values observed after each step."""
+    def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
+        """Run programs of several steps, and return the last state and the observed values."""
         (first, stop), length = span, self.steps_per_program
-        segment, state, observed = self._several(length), args.state, list[Tree]()
+        segment, state, blocks = self._several(length), args.state, list[list[Array]]()
         start, places = self._places(args)
         for k in range(first, stop, length):
-            calls = (stop - k) // length
+            calls = 1 if self._is_observed_by_python else (stop - k) // length
             entries = [leaf[k - first :] for leaf in args.inputs] if k > first else args.inputs
             leaves = [k, *self._variables, *state, *entries, *args.params]
-            repeated = segment.repeated(calls, length, *places, leaves) if calls > 1 else None
-            if repeated is None:
-                state, rows = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
-                observed += rows
-                continue
-            return repeated[-1][0], [*observed, *[row for _, rows in repeated for row in rows]]
-        return state, observed
+            result = segment.repeated(calls, length, *places, leaves) if calls > 1 else None
+            is_last = result is not None
+            if result is None:
+                result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
+            state, observed = result
+            if self._is_observed_by_python:
+                params = self._build_params(args.params)
+                blocks.append(self._columns([self._observe(each, k + j, *params) for j, each in enumerate(observed)]))
+            elif self._observe is not None:
+                columns, self.build_observed = flatten(observed)
+                blocks.append(columns)
+            if is_last:
+                break
+        return state, joined(blocks)
+
+
+def joined(blocks: Sequence[list[Array]]) -> list[Array]:
+    """Join the observed values of successive spans along their first axis."""
+    return blocks[0] if len(blocks) == 1 else [concatenate(column) for column in zip(*blocks)]
 
 
 def _checked(leaves: list[Array], specs: list[Spec], names: list[str], number: int) -> list[Array]:
@@ -297,18 +316,18 @@ class TangentStepping(NamedTuple):
         """See `UserStepping`."""
         return self.plain.is_pure
 
-    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after a span of steps, and the values observed after each step, both followed by tangents."""
+    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
+        """Return the state after a span of steps, and the observed values, both followed by tangents."""
         a, b, c = self.counts
         leaves = [*args.state[:a], *args.inputs[:b], *args.params[:c]]
         indices = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*args.state[a:], *args.inputs[b:], *args.params[c:]]
 
-        def called(leaves: list[Array]) -> tuple[list[Array], list[list[Array]]]:
+        def called(leaves: list[Array]) -> tuple[list[Array], list[Array]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, rows), (state_tangents, row_tangents) = trace_forwards(called, Variables(leaves, indices, list), tangents)
-        return [*state, *state_tangents], [[*row, *row_tangent] for row, row_tangent in zip(rows, row_tangents)]
+        (state, columns), (dstate, dcolumns) = trace_forwards(called, Variables(leaves, indices, list), tangents)
+        return [*state, *dstate], [*columns, *dcolumns]
 
 
 def compiled_form(fun: Function | None, calls_jitted: bool) -> Any:
@@ -329,9 +348,12 @@ def _steps(
     advance: Function, observe: Function | None, has_inputs: bool, count: int, build: Callable, specs: list[Spec],
     names: list[str],
 ) -> Function:  # fmt: skip
-    """Return the function of the first number and all leaves that runs `count` steps."""
+    """Return the function of the first number and all leaves that runs `count` steps.
 
-    def steps(first: int, *leaves: Array) -> tuple[list[Array], list[Tree]]:
+    The observed values get an additional first axis; states that Python observes are separate arrays.
+    """
+
+    def steps(first: int, *leaves: Array) -> tuple[list[Array], Any]:
         variables, variables_of_observe, state, inputs, params = build(leaves)
         entries, build_input = flatten(inputs) if has_inputs else ([], list)
         observed = []
@@ -341,7 +363,12 @@ def _steps(
             _checked(flatten(state)[0], specs, names, first + k)
             if observe is not None:
                 observed.append(observe(*variables_of_observe, state, first + k, *params))
-        return flatten(state)[0], observed
+        if observe in (None, _state_itself):
+            return flatten(state)[0], observed
+        rows, build_observed = [flatten(row)[0] for row in observed], flatten(observed[0])[1]
+        if any([np.shape(x) for x in row] != [np.shape(x) for x in rows[0]] for row in rows):
+            tracing.recorder.refuse("observe returns arrays of other shapes in some steps")
+        return flatten(state)[0], build_observed([anp.stack(column) for column in zip(*rows)])
 
     steps.__name__ = getattr(advance, "__name__", "step")
     return steps
