@@ -31,7 +31,18 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, KnownInRun, Ref, TracedArray, is_number_of
+from mpiad.programs.traced_array import (
+    PYTHON_OPERATORS,
+    Abandoned,
+    KnownInRun,
+    Ref,
+    TracedArray,
+    added_at,
+    cast,
+    is_number_of,
+    take,
+    with_entries,
+)
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
@@ -42,6 +53,10 @@ from mpiad.transport.world import level_of_repeats
 Retrace: TypeAlias = Callable[[Watch, Sequence[Note]], object]
 MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
+
+
+# Functions for which the shapes of the arguments determine that of the result (for `take`, unless the index is a mask).
+_FIXED = frozenset({np.dot, take, added_at, with_entries, cast})
 
 
 class Entry:
@@ -70,8 +85,11 @@ class Entry:
     @functools.cached_property
     def may_change(self) -> bool:
         """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
-        calls_of_numpy = [node.data.fun for node in self.replays.schedule.program.nodes if node.kind == "call"]
-        return self.replays.last_check >= 0 or not all(fun is np.dot or type(fun) is np.ufunc for fun in calls_of_numpy)
+        nodes = self.replays.schedule.program.nodes
+        calls_of_numpy = [node for node in nodes if node.kind == "call"]
+        masked = any(nodes[x].dtype == bool for node in calls_of_numpy if node.data.fun is take for x in node.inputs)
+        is_fixed = all(node.data.fun in _FIXED or type(node.data.fun) is np.ufunc for node in calls_of_numpy)
+        return self.replays.last_check >= 0 or masked or not is_fixed
 
     def called(self, values: Sequence[Array]) -> Tree:
         """Run the program, and return the function's result."""
