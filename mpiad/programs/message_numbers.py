@@ -8,6 +8,7 @@ gives new numbers to the copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from mpiad.programs.traced_array import replaced
@@ -104,6 +105,25 @@ def _copied(envelope: Envelope, origin: Envelope) -> _Replacement:
         setattr(made, name, getattr(envelope, name))
     made.origin = origin
     return made
+
+
+def renewal_text(envelope: Envelope, bound: Callable[[object], str]) -> str:
+    """Return the statement of a replay for `Envelope.renew`; ``bound(value)`` returns a name for a value."""
+    name = bound(envelope)
+    if envelope.answers is not None:
+        return f"{name}.number = {bound(envelope.answers)}.number"
+    if not envelope.is_fixed:
+        return f"{name}.renew()"
+    counts, key = f"{bound(envelope.channel)}.{'sent' if envelope.outgoing else 'received'}", (envelope.peer, envelope.tag)
+    return f"c = {counts}; {name}.number = n = c.get({key}, 0); c[{key}] = n + 1"
+
+
+def tag_text(envelope: Envelope, bound: Callable[[object], str]) -> str:
+    """Return the expression of a replay for `Envelope.mpi_tag` of the message of an adjoint."""
+    if not envelope.is_fixed:
+        return f"{bound(envelope)}.mpi_tag"
+    channel = envelope.channel
+    return f"({envelope.tag * channel.tag_stride} + {bound(envelope)}.number) % {channel.tag_limit}"
 
 
 def envelopes_of(params: Any) -> list[Envelope]:

@@ -28,7 +28,7 @@ from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
-from mpiad.programs.message_numbers import MessageNumbers, channels_of, envelopes_of, is_numbered
+from mpiad.programs.message_numbers import MessageNumbers, channels_of, envelopes_of, is_numbered, renewal_text, tag_text
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
@@ -665,26 +665,23 @@ class Replay:
         if k not in self._blocks.linked:
             self.names[f"k{at}"] = call.kernel.function  # type: ignore[union-attr]
             self._begin_chain(f"k{at}({self._blocks.address(k)})")
-        renewals = self._renewals(at, message)
+        renewals = self._renewals(message)
         for place, envelope in call.tags():
             if envelope.reverse:
-                name = self._bound(envelope)
-                renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {name}.mpi_tag")
+                renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {tag_text(envelope, self._bound)}")
         self._lines[self._head : self._head] = renewals
         self._head += len(renewals)
         if len(self._lines) == self._head + 1:
             self._lines.append("if t[0]: fail(t[0] - 1)")
 
-    def _renewals(self, at: int, message: _Message) -> list[str]:
+    def _renewals(self, message: _Message) -> list[str]:
         """Return the statements that give new numbers to a message's envelopes."""
-        for k, envelope in enumerate(message.renewed):
-            self.names[f"e{at}_{k}"] = envelope.renew
-        return [f"e{at}_{k}()" for k in range(len(message.renewed))]
+        return [renewal_text(envelope, self._bound) for envelope in message.renewed]
 
     def _prepared(self, at: int, step: Run, message: _Message) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
         x, out = message.x, message.out
-        self._lines += self._renewals(at, message)
+        self._lines += self._renewals(message)
         if out is not None:
             self._bind(out)
         arrays = self._at_fixed_place(x), None if out is None else self.names[f"b{out}"]
