@@ -270,17 +270,19 @@ def copy_of(leaf: Array) -> Array:
 # A checksum contains sums of consecutive entries with weights of random signs. Unlike plain sums, these random projections
 # have the size of the entries also if the entries cancel, and change if entries are permuted. They are compared up to the
 # square root of the relative precision, since results of compiled and interpreted steps, of iterative solvers, and of steps
-# from rounded states differ. Of a large state a sixteenth of the sums is compared after a step, others after the next step:
-# a step that isn't reproducible differs each time that it is repeated, and all sums would take 10% of the time of a
-# gradient of compiled steps. Device arrays are summed and compared on the device.
+# from rounded states differ. Small leaves are copied instead, which is as fast. Of a large state a sixteenth of the sums is
+# compared after a step, others after the next step: a step that isn't reproducible differs each time that it is repeated,
+# and all sums would take 10% of the time of a gradient of compiled steps. Device arrays are summed and compared on the
+# device.
 
-_LONGEST, _FEWEST, _PARTS = 1024, 64, 16  # the number of entries in a sum, the number of sums, and of parts of a large leaf
+_SHORTEST, _LONGEST = 32, 1024  # the number of entries in a sum
+_FEWEST, _PARTS = 64, 16  # the number of sums, and of parts of a large leaf
 
 
 def checksum(leaf: Array, step: int | None = None) -> Array:
     """Return the checksum of a leaf after a step, by default of all entries; for a small leaf it is a copy."""
     length = min(getattr(leaf, "size", 1) // _FEWEST, _LONGEST)
-    if length < 2:
+    if length < _SHORTEST:
         return copy_of(leaf)
     entries, count, signs = leaf.reshape(-1), leaf.size // length, _signs(length, leaf.dtype, arrays_of(leaf))
     parts = 1 if step is None else min(count // _FEWEST, _PARTS)

@@ -106,7 +106,8 @@ class UserStepping:
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
-        self._params, self._count, self._segments, self._variables = params, None, {}, []
+        self._params, self._count, self._variables = params, None, []
+        self._known: tuple[Any, Any] | None = None  # the form of `observe`, and the program that contains it
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -136,7 +137,7 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
-        if count == 1 or self._several(count).refused:
+        if count == 1 or self._program.refused:
             return 1
         if self._observe is not None and self._observe_form is None:
             # Programs have different lengths on different ranks, and this observation follows the steps of a program.
@@ -147,21 +148,22 @@ class UserStepping:
             return count if self._is_local else 1
         return count
 
-    def _several(self, count: int) -> Any:
-        """Return the compiled function that runs `count` steps."""
-        segment = self._segments.get((count, self._observe_form))
-        if segment is None:
+    @property
+    def _program(self) -> Any:
+        """The compiled function of `_count` steps."""
+        observe = self._observe_form
+        if self._known is None or self._known[0] is not observe:
             from mpiad.programs.signature import form_of  # see `compiled_form`
 
-            step, observe, has_inputs = self._form, self._observe_form, self._has_inputs
+            step, has_inputs, count = self._form, self._has_inputs, self._count
             observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             variables = step.variables, () if observe is None else observe.variables
             tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
             build = flatten(tree)[1]
             make = partial(_steps, step.jitted.fun, observed, has_inputs, count, build, self._specs, self._names)
-            segment = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True)
-            self._segments[count, observe], self._variables = segment, flatten(variables)[0]
-        return segment
+            program = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True)
+            self._known, self._variables = (observe, program), flatten(variables)[0]
+        return self._known[1]
 
     @property
     def _observe_form(self) -> Any:
@@ -201,7 +203,7 @@ class UserStepping:
         length, rest = self.steps_per_program, span.stop - span.first
         if length == 1 or rest % length or self._is_observed_by_python:
             return None
-        segment = self._several(length)
+        segment = self._program
         start, places = self._places(args)
         leaves = [span.first, *self._variables, *args.all()]
         indices = [*range(len(args.state)), *active]
@@ -224,7 +226,7 @@ class UserStepping:
     def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Run programs of several steps, and return the last state and the observed values."""
         (first, stop), length = span, self.steps_per_program
-        segment, state, blocks = self._several(length), args.state, list[list[Array]]()
+        segment, state, blocks = self._program, args.state, list[list[Array]]()
         start, places = self._places(args)
         for k in range(first, stop, length):
             calls = 1 if self._is_observed_by_python else (stop - k) // length
