@@ -317,8 +317,13 @@ class Jitted:
 
         If the function has been called in forward mode only, the programs are those of its derivatives.
         """
-        entries = [] if self.refused else [entry for entry in self._cache.entries.values() if entry is not None]
-        programs = [len(entry.replays.schedule.program.nodes) for entry in entries]
+        if self.refused:
+            return 0
+        programs = [
+            len(entry.replays.schedule.program.nodes) for entry in self._cache.entries.values() if entry is not None
+        ]
+        # A program for derivatives contains the operations of the function only.
+        programs = programs or [2 * made.program.size for _, made in self._cache.programs.values()]
         return max(programs or [made.operations for made in self._derived.values()], default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:

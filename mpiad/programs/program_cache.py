@@ -238,7 +238,7 @@ class ProgramCache:
     def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
         self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        self._programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
+        self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
         self.warned = False
         self.traces = 0
@@ -284,7 +284,7 @@ class ProgramCache:
         be watched; raise a FailedTrace if the trace fails.
         """
         key = "program", tuple(sorted(set(variables))), arguments.key
-        known = self._programs.get(key)
+        known = self.programs.get(key)
         if known is not None and known[0].is_the_same():
             return known[1]
         watch = watch or self._watch(key, arguments, optional=True)
@@ -293,7 +293,7 @@ class ProgramCache:
         recorder = Recorder(self.exact)
         with raising_failures(recorder, watch):
             made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
-        self._programs[key] = watch, made
+        self.programs[key] = watch, made
         return made
 
     def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:

@@ -10,7 +10,9 @@ import pytest
 from one_process import assert_close, flat, pieces
 
 import mpiad
+from mpiad.programs.operation import CompiledOperation
 from mpiad.programs.replay import Replay
+from mpiad.timestepping import scan
 
 pytestmark = pytest.mark.unguarded  # watched calls are interpreted
 
@@ -179,3 +181,34 @@ def test_results_that_are_lists_or_one_reshaped_array(rank):
         # The sum is s q with s = Σ m, q = Σ m². Along ones, its gradient q + 2 s m changes by 2 s + 2 s + 8 m.
         along = mpiad.make_hvp(lambda m: anp.sum(product(m)), objective="sum")(m)[2](np.ones((2, 2)))
         np.testing.assert_allclose(along, 4 * m.sum() + 8 * m, rtol=1e-12)
+
+
+def _slices(u, first):
+    """Uses overlapping parts of a variable; some of their cotangents are constant."""
+    inner = 0.5 * u[:, 1:-1] + 0.25 * (u[:, 2:] + u[:, :-2])
+    f = anp.concatenate([first[None], u, first[None] * u[:1]])
+    return anp.concatenate([u[:, :1], inner * f[2:, 1:-1] + f[:-2, 1:-1], u[:, -1:]], axis=1)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_derivatives_of_slices_are_compiled(monkeypatch, loop, rng):
+    u, v, first = rng.standard_normal((3, 4)), rng.standard_normal((3, 4)), rng.standard_normal(4)
+
+    def evaluated(*args):
+        raise AssertionError("an operation of a program is called by itself")
+
+    monkeypatch.setattr(CompiledOperation, "_evaluated", evaluated)
+
+    def total(step):
+        if loop:
+            return lambda u: anp.sum(anp.tanh(scan(lambda u, k: step(u, first), u, 7)))
+        return lambda u: anp.sum(anp.tanh(step(u, first)))
+
+    compiled, plain = total(mpiad.jit(_slices, strict=True)), total(_slices)
+    for _ in range(3):
+        np.testing.assert_allclose(
+            mpiad.hvp(compiled, objective="sum")(u, v), mpiad.hvp(plain, objective="sum")(u, v), rtol=1e-11
+        )
+        ours, other = mpiad.linearize(compiled)(u), mpiad.linearize(plain)(u)
+        np.testing.assert_allclose(ours.jvp(v), other.jvp(v), rtol=1e-12)
+        np.testing.assert_allclose(ours.vjp(1.5), other.vjp(1.5), rtol=1e-12)
