@@ -82,11 +82,11 @@ def minimize(
     hessp : callable, optional
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v, for methods that use it. By default `make_hvp` computes
         it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of the objective.
-    bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
-        are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods the
-        bounds are those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
-        "MMA-sharded" needs finite bounds for all variables.
+    bounds : (low, high), sequence of (low, high) or scipy.optimize.Bounds, optional
+        One pair of bounds for all variables, or one for each variable in the order of the flattened pytree; for "L-BFGS",
+        "TNC", "SLSQP" and "trust-constr". They are used on the root only, as are `constraints`, `tol`, `options` and
+        `callback`. With sharded methods the bounds are those of this rank's own variables; `tol` and `options` must then be
+        the same on all ranks. "MMA-sharded" needs finite bounds for all variables.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
         in the structure of x0, and must not communicate. Their Jacobians are those with respect to the flattened variables,

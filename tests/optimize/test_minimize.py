@@ -132,6 +132,15 @@ def test_bounds(method: str, as_object: bool, rank: int) -> None:
     assert got.x[0] <= 0.5 and got.x[2] <= 0.1
 
 
+@pytest.mark.parametrize("pair", [(-0.5, 0.25), [None, 0.25], (-0.5, None), np.array([-0.5, 0.25])], ids=repr)
+def test_one_pair_of_bounds_for_all_variables(pair: Any, rank: int) -> None:
+    got, expected = (
+        minimize(lambda x: rosenbrock(x) if rank == 0 else None, np.array([0.0, 0.2, 0.0]), bounds=bounds)
+        for bounds in (pair, [tuple(pair)] * 3)
+    )
+    assert np.array_equal(got.x, expected.x) and np.any(got.x == 0.25) == (pair[1] is not None)
+
+
 def test_tolerance_and_options_are_passed_on(rank: int) -> None:
     x0 = np.linspace(-1.0, 1.5, 6)
     for keywords in ({"tol": 1e-2}, {"options": {"maxiter": 3}}, {"options": {"maxcor": 2, "gtol": 1e-3}}):
