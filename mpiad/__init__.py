@@ -35,6 +35,8 @@ from mpiad.primitives import (
     mpi_irecv,
     mpi_isend,
     mpi_local_rank,
+    mpi_neighbor_allgather,
+    mpi_neighbor_alltoall,
     mpi_print,
     mpi_rank,
     mpi_recv,
@@ -67,9 +69,9 @@ __all__ = [
     "Domain", "GhostExchange", "drive", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp",
     "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange",
     "mpi_exscan", "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized",
-    "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv",
-    "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum",
-    "mpi_wait", "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
+    "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_neighbor_allgather", "mpi_neighbor_alltoall",
+    "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter",
+    "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
 # Imported at first use, since these packages would double the import time of the library.

@@ -142,7 +142,7 @@ def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> lis
         got = f"{type(counts).__name__} {counts!r}"
         raise TypeError(f"{call}: {argument} must be a list of {size} integers, but got {got}.{hint}")
     lengths = [count if type(count) is int else integer_of(count, call, argument, "integers") for count in counts]
-    if len(lengths) != size or min(lengths) < 0:
+    if len(lengths) != size or min(lengths, default=0) < 0:
         raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")
     return lengths
 
