@@ -267,9 +267,9 @@ class LibraryFunction(CustomOperator):
         """Check the arguments, call the function, and record the call on the current tape and the enclosing tapes."""
         if kwargs:
             named = dict(zip(self._names, args)) | kwargs
-            args = tuple([named.pop(name) for name in self._names if name in named]) + (None,) * len(named)
+            args = tuple(named[name] for name in self._names if name in named) if len(named) == len(self._names) else ()
         if len(args) != len(self._names):
-            raise TypeError(f"{self.__name__} takes the arguments ({', '.join(self._names)}), but got {len(args)} of them.")
+            raise TypeError(f"{self.__name__} takes the arguments ({', '.join(self._names)}), and each of them once.")
         for x, (k, _, argument) in zip(args, self._inputs):
             if not argument.accepts(getval(x)):
                 self._refuse(self._names[k], argument, getval(x))
