@@ -28,9 +28,10 @@ from mpiad.primitives.library_function import (
     Tangent,
     Value,
 )
+from mpiad.transport.shared_library import mpi_library
 
 __all__ = ["Argument", "Communicator", "Cotangent", "CustomOperator", "InOut", "InPlace", "Input", "Library"]
-__all__ += ["LibraryFunction", "Output", "Tangent", "Value", "custom_operator", "library"]
+__all__ += ["LibraryFunction", "Output", "Tangent", "Value", "custom_operator", "library", "mpi_library"]
 __all__ += ["defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together"]
 __dir__ = __all__.copy
 
@@ -271,10 +272,9 @@ def library(path: str | PathLike[str]) -> Library:
 
     Examples
     --------
-    The cosine of the mathematical library, with a derivative in Python. It returns its value, which isn't used here, so
-    the example takes ``sincos``, which writes sine and cosine:
+    The function of the mathematical library that writes sine and cosine:
 
-    >>> from mpiad.extend import Output, Value, defvjp_together, library
+    >>> from mpiad.extend import Output, Value, library
     >>> sincos = library("libm.so.6").function("sincos", x=Value(), sine=Output(), cosine=Output())
     >>> print(sincos(0.0))
     (np.float64(0.0), np.float64(1.0))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpiad.transport.shared_library import _file_at, _mpi_of_mpi4py
+from mpiad import extend
+from mpiad.transport.shared_library import _mpi_of_mpi4py
 
 FLAGS = ["-O2", "-shared", "-fPIC"]
 
@@ -17,10 +18,10 @@ FLAGS = ["-O2", "-shared", "-fPIC"]
 @functools.cache
 def mpi_library() -> Path:
     """Return the file of mpi4py's MPI library."""
-    address = _mpi_of_mpi4py()
-    if address is None:
-        pytest.skip("mpi4py's MPI library can't be located")
-    return Path(_file_at(address)).resolve()
+    try:
+        return Path(extend.mpi_library()).resolve()
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 def compiled(source: str, suffix: str, folder: Path, *more: str, mpi: bool = True) -> Path:

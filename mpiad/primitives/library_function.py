@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -68,10 +68,13 @@ class Argument:
 
     reads = writes = by_value = False
 
-    def __init__(self, *shape: int | str, dtype: str = "float64", order: str = "C", overwritten: bool = False):
+    def __init__(
+        self, *shape: int | str, dtype: str = "float64", order: Literal["C", "F"] = "C", overwritten: bool = False
+    ):
         if order not in ("C", "F"):
             raise ValueError(f'order must be "C" or "F", but got {order!r}.')
-        self.shape, self.dtype, self.order, self.overwritten = shape, np.dtype(dtype), order, overwritten
+        self.order: Literal["C", "F"] = order
+        self.shape, self.dtype, self.overwritten = shape, np.dtype(dtype), overwritten
         self.lengths = [_Length.of(length) for length in shape]
 
     def turned(self, kind: type[Argument], overwritten: bool = False) -> Argument:
@@ -197,7 +200,7 @@ class _Part(NamedTuple):
 
     name: str
     place: int
-    order: str
+    order: Literal["C", "F"]
     shape: Shape
     start: int
     stop: int
@@ -294,8 +297,8 @@ class LibraryFunction(CustomOperator):
             return {self._outputs[0]: result}
         outputs = {}
         for part in layout.parts:
-            array = result[part.start : part.stop]
-            if len(part.shape) != 1:
+            array = result[part.start : part.stop] if part.shape else result[part.start]
+            if len(part.shape) > 1:
                 array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
             outputs[part.name] = array
         return outputs
@@ -370,7 +373,11 @@ class LibraryFunction(CustomOperator):
             if argument.by_value:
                 values[place] = x.item() if isinstance(x, np.generic) else x
             elif argument.writes:
-                self._parts(out, layout)[self._names[k]][...] = x
+                part = parts[self._outputs.index(self._names[k])]
+                np.copyto(
+                    out.reshape(-1, order=argument.order)[part.start : part.stop].reshape(part.shape, order=argument.order),
+                    x,
+                )
             else:
                 if argument.overwritten or not argument.is_passed(x):
                     x = np.array(x, argument.dtype, order=argument.order)
@@ -380,7 +387,7 @@ class LibraryFunction(CustomOperator):
             recorded_call(calls.begin, (self.__name__, args[0] if args else None, None), self._call, *values)
         else:
             self._call(*values)
-        return out
+        return out if layout.result.shape else out[()]
 
     def adjoint(self, symbol: str, *arguments: str | Cotangent, library: Library | None = None) -> LibraryFunction:
         """Define the adjoint of this function: the transposed Jacobian times the cotangents of the outputs.
@@ -508,13 +515,15 @@ class _Packing(NamedTuple):
         values, inputs, start = layout.values.copy(), [], 0
         shape, dtype = layout.result.shape, layout.result.dtype
         for k, place, argument in function._inputs:
-            if argument.by_value and isinstance(args[k], (int, float)):
-                values[place] = args[k]
+            x = args[k]
+            if argument.by_value and isinstance(x, (int, float)):
+                values[place] = x
                 continue
-            if argument.dtype != dtype or argument.order == "F" or argument.overwritten or argument.writes:
+            is_changed = argument.overwritten or argument.writes
+            if is_changed or argument.order == "F" or argument.dtype != dtype or not hasattr(x, "shape"):
                 return None
             inputs.append((k, place, start))
-            start += prod(args[k].shape)
+            start += prod(x.shape)
         size = start + prod(shape)
         ordered = all(part.order == "C" for part in layout.parts)
         if not inputs or not ordered or dtype.kind != "f" or size * dtype.itemsize > _PACKED_BYTES:

@@ -67,6 +67,26 @@ class SharedLibrary:
             raise ValueError(f"{_CALL}: {self.path} has no function {name!r}.{hint}") from None
 
 
+def mpi_library() -> str:
+    """Return the file of the MPI library that mpi4py calls, to which a library that communicates must be linked.
+
+    Raises
+    ------
+    OSError
+        If the file can't be determined.
+
+    Examples
+    --------
+    >>> from mpiad.extend import mpi_library
+    >>> print("mpi" in mpi_library())
+    True
+    """
+    address = _mpi_of_mpi4py()
+    if address is None:
+        raise OSError("mpi_library: the file of the MPI library that mpi4py calls can't be determined.")
+    return _file_at(address)
+
+
 def communicator_argument(comm: Comm, language: str, by_value: bool) -> Any:
     """Return a communicator as an argument: Fortran's integer, or C's handle, an integer or a pointer."""
     if language == "Fortran":

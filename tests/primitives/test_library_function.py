@@ -211,6 +211,7 @@ def test_communicators(functions, rank, size):
         "rank_of", communicator=MPI.COMM_SELF, comm=Communicator(by_value=False), x=Input(), y=Output()
     )
     assert fun(np.float64(1.0)) == 1.0
+    check_jit(lambda x: fun(0.5) + fun(x[0]) + fun(2.0 * x[1]), np.arange(2.0), derivatives=False)
     with pytest.raises(TypeError, match="rank_of: comm must be an mpi4py intracommunicator or None, but got int"):
         functions.function("rank_of", communicator=MPI.COMM_WORLD.py2f(), comm=Communicator(), x=Input(), y=Output())
 
