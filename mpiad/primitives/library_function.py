@@ -233,7 +233,7 @@ class LibraryFunction(CustomOperator):
         self.arguments, self._library, self._comm = dict(arguments), library, member(comm, symbol)
         self.is_adjoint = is_adjoint
         items = self.arguments.items()
-        lengths = {length.name for _, a in items for length in a.lengths} - {None}
+        lengths = {length.name for _, a in items for length in a.lengths if length.name is not None}
         read = {length.name for _, a in items if a.reads for length in a.lengths}
         integers = {name for name, a in items if a.reads and not a.shape and a.dtype.kind in "iu"}
         self._inferred = integers & read
@@ -327,7 +327,7 @@ class LibraryFunction(CustomOperator):
                 if length.name is not None and length.name not in sizes:
                     sizes[length.name], sources[length.name] = n - length.offset, f" from {name}"
                 if length.value(sizes) != n:
-                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{sources.get(length.name, '')}"
+                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{sources.get(length.name or '', '')}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
         values, parts, start = self._template.copy(), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):
