@@ -327,7 +327,8 @@ class LibraryFunction(CustomOperator):
                 if length.name is not None and length.name not in sizes:
                     sizes[length.name], sources[length.name] = n - length.offset, f" from {name}"
                 if length.value(sizes) != n:
-                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{sources.get(length.name or '', '')}"
+                    source = sources.get(length.name or "", "")
+                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{source}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
         values, parts, start = self._template.copy(), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):

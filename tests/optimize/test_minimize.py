@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import autograd
@@ -13,7 +14,7 @@ import scipy.optimize
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize import minimize
+from mpiad.optimize import MinimizeResult, minimize
 
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
 WITH_PRODUCTS = {"Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"}
@@ -324,3 +325,14 @@ def test_a_start_that_is_not_finite_ends_all_methods(method: str, objective: str
         result = minimize(fun, np.zeros(2), method=method)
     assert not result.success and result.status and "finite" in result.message and "at x0: on rank 0" in result.message
     assert len(calls) < 10 and result.nit <= 1
+
+
+def test_a_result_is_readable_and_pickles(rank: int) -> None:
+    result = minimize(lambda x: rosenbrock(x) if rank == 0 else None, np.array([0.0, 0.2, 0.0]))
+    lines = str(result).splitlines()
+    assert type(result) is MinimizeResult and max(map(len, lines)) < 150
+    (history,) = [line for line in lines if "history" in line]
+    count = len(result.history.loss)
+    assert re.search(rf"<{count} points: loss \S+ to \S+, gradient_norm \S+ to \S+, \d+ evaluations, \S+ s>", history)
+    again = pickle.loads(pickle.dumps({key: result[key] for key in ("x", "fun", "history")} | {"type": type(result)}))
+    assert np.array_equal(again["x"], result.x) and again["type"] is MinimizeResult
