@@ -76,7 +76,8 @@ class Ocean:
         draw = numpy.random.default_rng(SEED)
         self.gauges = draw.uniform(0, self.size, (GAUGES, 2))
         if compiled:
-            self.step, self.balanced, self.diffused = (mpiad.jit(f) for f in (self.step, self.balanced, self.diffused))
+            self.step, self.balanced = mpiad.jit(self.step), mpiad.jit(self.balanced)
+            self.diffused = mpiad.jit(self.diffused)
 
     def rates(self, h, u, v):
         """Return the rates of change, by the scheme that keeps the energy (Sadourny 1975); one exchange of halos."""

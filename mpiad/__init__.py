@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpiad import higher_layers as _higher_layers
 from mpiad.differentiation import (
     grad,
+    hessian,
     hvp,
     jacobian,
     jvp,
@@ -35,6 +36,8 @@ from mpiad.primitives import (
     mpi_irecv,
     mpi_isend,
     mpi_local_rank,
+    mpi_neighbor_allgather,
+    mpi_neighbor_alltoall,
     mpi_print,
     mpi_rank,
     mpi_recv,
@@ -64,12 +67,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "GhostExchange", "drive", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp",
-    "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange",
-    "mpi_exscan", "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized",
-    "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv",
-    "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum",
-    "mpi_wait", "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
+    "Domain", "GhostExchange", "drive", "grad", "hessian", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp",
+    "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast",
+    "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init",
+    "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_neighbor_allgather",
+    "mpi_neighbor_alltoall", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter",
+    "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset",
+    "segment_sum", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
 # Imported at first use, since these packages would double the import time of the library.

@@ -4,18 +4,34 @@
 node is recorded on every rank even if no input is traced, and the reverse pass always visits it. The function receives
 plain arrays, and may use mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, and `defadjoint`
 the derivatives of a linear operator. Rules that consist of communicating operators can be differentiated. An `InPlace`
-describes the variant of an operator that compiled programs run.
+describes the variant of an operator that compiled programs run. `library` makes operators of the functions of a shared
+library in Fortran or C, with derivatives from the library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
 
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.custom_operator import CustomOperator, InPlace
+from mpiad.primitives.library_function import (
+    Argument,
+    Communicator,
+    Cotangent,
+    InOut,
+    Input,
+    Library,
+    LibraryFunction,
+    Output,
+    Tangent,
+    Value,
+)
+from mpiad.transport.shared_library import mpi_library
 
-__all__ = ["CustomOperator", "InPlace", "custom_operator"]
+__all__ = ["Argument", "Communicator", "Cotangent", "CustomOperator", "InOut", "InPlace", "Input", "Library"]
+__all__ += ["LibraryFunction", "Output", "Tangent", "Value", "custom_operator", "library", "mpi_library"]
 __all__ += ["defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together"]
 __dir__ = __all__.copy
 
@@ -223,6 +239,47 @@ def defadjoint(operator: CustomOperator, adjoint: Function) -> CustomOperator:
         defvjp(forward, lambda ans, x, *rest, backward=backward, **kwargs: lambda g: backward(g, *rest, **kwargs))
         defjvp(forward, lambda g, ans, x, *rest, forward=forward, **kwargs: forward(g, *rest, **kwargs))
     return transpose
+
+
+def library(path: str | PathLike[str]) -> Library:
+    """Load a shared library of Fortran or C, whose functions may communicate.
+
+    Parameters
+    ----------
+    path : str or path
+        The file, or a name that the system's loader finds.
+
+    Returns
+    -------
+    Library
+        `Library.function` makes operators of its functions.
+
+    Raises
+    ------
+    OSError
+        If the library can't be loaded.
+    RuntimeError
+        If the library was linked to another MPI library than mpi4py. A process must contain one: link the library to that
+        of mpi4py.
+
+    Ranks
+    -----
+    Each rank loads the library. All ranks that communicate in a function call it; its adjoint runs on the same ranks.
+
+    Adjoint
+    -------
+    Defined by `LibraryFunction.adjoint`, or in Python by `defvjp`.
+
+    Examples
+    --------
+    The function of the mathematical library that writes sine and cosine:
+
+    >>> from mpiad.extend import Output, Value, library
+    >>> sincos = library("libm.so.6").function("sincos", x=Value(), sine=Output(), cosine=Output())
+    >>> print(sincos(0.0))
+    (np.float64(0.0), np.float64(1.0))
+    """
+    return Library(path)
 
 
 def _checked(operator: object, call: str) -> CustomOperator:

@@ -206,8 +206,8 @@ def begun():
     mine = np.tile(MINE, 8000)
 
     def total(x):
-        sends = [mpiad.mpi_isend(x, NEXT, tag) for tag in (1, 2)]
-        receives = [mpiad.mpi_irecv(x, LAST, tag) for tag in (2, 1)]
+        sends = [mpiad.mpi_isend(x, NEXT, tag=tag) for tag in (1, 2)]
+        receives = [mpiad.mpi_irecv(x, LAST, tag=tag) for tag in (2, 1)]
         found = mpiad.mpi_waitall([*receives, *sends])
         return anp.sum(anp.sin(found[0])) + anp.sum(anp.cos(found[1]))
 
@@ -529,9 +529,9 @@ def mismatched(factor):
     """Return a program that receives a message of another length, and a gradient with its closed form."""
 
     def f(x):
-        mpiad.mpi_send(np.ones(int(6 * factor)), NEXT, 5)
+        mpiad.mpi_send(np.ones(int(6 * factor)), NEXT, tag=5)
         try:
-            return anp.sum(x * mpiad.mpi_recv(np.ones(6), LAST, 5)[:3])
+            return anp.sum(x * mpiad.mpi_recv(np.ones(6), LAST, tag=5)[:3])
         except ValueError:
             raise Failed from None
 

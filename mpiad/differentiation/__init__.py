@@ -1,7 +1,7 @@
 """The ordered tape, and the functions that compute derivatives with it."""
 
 from mpiad.differentiation.gradient import grad, value_and_grad
-from mpiad.differentiation.jacobian import jacobian
+from mpiad.differentiation.jacobian import hessian, jacobian
 from mpiad.differentiation.products import (
     Linearization,
     SecondOrder,
@@ -14,6 +14,6 @@ from mpiad.differentiation.products import (
 )
 from mpiad.differentiation.segment_sum import segment_sum
 
-__all__ = ["Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize"]
-__all__ += ["make_hvp", "make_jvp", "make_vjp", "segment_sum", "value_and_grad"]
+__all__ = ["Linearization", "SecondOrder", "grad", "hessian", "hvp", "jacobian", "jvp"]
+__all__ += ["linearize", "make_hvp", "make_jvp", "make_vjp", "segment_sum", "value_and_grad"]
 __dir__ = __all__.copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -25,7 +25,30 @@ from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.watch import watch_settings
 
+P = ParamSpec("P")
+X = TypeVar("X", bound=Any)  # without the bound, lambdas would get arguments without operators
 
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[X, P], Any],
+    argnum: Literal[0] = 0,
+    *,
+    objective: str = "root",
+    shared: Shared = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[Concatenate[X, P], tuple[float, X]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnum: Argnum,
+    *,
+    objective: str = "root",
+    shared: Shared = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[P, tuple[float, Any]]: ...
 def value_and_grad(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., tuple[Tree, Tree]]:
@@ -79,6 +102,26 @@ def value_and_grad(
     return _evaluator(fun, argnum, objective, shared, root, comm, "value_and_grad")
 
 
+@overload
+def grad(
+    fun: Callable[Concatenate[X, P], Any],
+    argnum: Literal[0] = 0,
+    *,
+    objective: str = "root",
+    shared: Shared = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[Concatenate[X, P], X]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnum: Argnum,
+    *,
+    objective: str = "root",
+    shared: Shared = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[P, Any]: ...
 def grad(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:

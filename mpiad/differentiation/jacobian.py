@@ -1,4 +1,4 @@
-"""`jacobian`: the derivatives of an array-valued objective, by one reverse pass per entry."""
+"""`jacobian` and `hessian`: derivatives of array-valued objectives and of gradients, by one reverse pass per entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.device.assembly import stack
-from mpiad.differentiation.gradient import cotangents_of_variables, require_equal_copies, shared_sum
+from mpiad.differentiation.gradient import cotangents_of_variables, grad, require_equal_copies, shared_sum
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError
@@ -75,6 +75,39 @@ def jacobian(
         return variables.filled(shared_sum(leaves, variables, comm), lambda leaf: None)
 
     return evaluate
+
+
+def hessian(
+    fun: Function, argnum: int = 0, *, objective: str = "root", root: Rank = 0, comm: Comm = None
+) -> Callable[..., Array]:
+    """Make the function that evaluates the Hessian of the objective with respect to a few variables of all ranks.
+
+    It takes one reverse pass for each variable, through a record of the gradient. For many variables, `hvp` computes
+    products with the Hessian.
+
+    Parameters
+    ----------
+    fun : callable
+        As in `value_and_grad`. All ranks pass copies of one variable, a real array or number.
+    argnum : int
+        Position of the variable.
+    objective, root, comm
+        As in `value_and_grad`.
+
+    Returns
+    -------
+    callable
+        ``(*args) -> ∂²J/∂x∂x``, an array of shape ``(*x.shape, *x.shape)``, the same on all ranks. Exceptions, ranks and
+        adjoint are as in `jacobian`.
+
+    Examples
+    --------
+    >>> print(mpiad.hessian(lambda x: mpiad.mpi_allreduce(x[0] ** 2 * x[1]) / size)(np.array([1.0, 3.0])))
+    [[6. 2.]
+     [2. 0.]]
+    """
+    gradient = grad(fun, argnum, objective=objective, shared=True, root=root, comm=comm)
+    return jacobian(gradient, argnum, shared=True, root=root, comm=comm)
 
 
 def _agreed_spec(traced: Traced, weight: float, channel: Channel, shapes: Shapes) -> Spec:

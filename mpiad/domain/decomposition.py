@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from autograd.tracer import getval
 
@@ -52,6 +52,25 @@ class Decomposition:
         if widths not in self._halos:
             self._halos[widths] = Halo(self._partition, self._channel.rank, widths, self.comm)
         return self._halos[widths]
+
+    @property
+    def arguments(self) -> dict[str, tuple]:
+        """The arguments except the communicator: ``Domain(**domain.arguments, comm=comm)`` makes an equal domain."""
+        return {"shape": self.shape, "halo": self.halo, "periodic": self.periodic, "dims": self.dims}
+
+    def __copy__(self) -> Decomposition:
+        """Return the domain itself, which doesn't change."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Decomposition:
+        """Return the domain itself, which doesn't change."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A Domain can't be pickled, since it contains a communicator, and all ranks make it together. Pickle "
+            "domain.arguments instead; then Domain(**arguments, comm=comm) on all ranks makes an equal domain."
+        )
 
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
+from typing import Any, TypeVar, overload
 
 import autograd.numpy as anp
 import numpy as np
@@ -29,6 +30,8 @@ from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
 from mpiad.transport.devices.device_arrays import is_device_array
+
+Block = TypeVar("Block", bound=np.ndarray)
 
 
 class Domain(Decomposition):
@@ -84,6 +87,10 @@ class Domain(Decomposition):
     def _tables(self) -> PointTables:
         return PointTables(self)
 
+    @overload
+    def exchange(self, u: Block, boundary: Boundary = "zero", *, corners: bool = True) -> Block: ...
+    @overload
+    def exchange(self, u: Any, boundary: Boundary = "zero", *, corners: bool = True) -> Any: ...
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Tree:
         """Return the block with its halo, which contains copies of the neighbors' cells.
 
@@ -787,7 +794,7 @@ class Domain(Decomposition):
 
         Returns
         -------
-        scipy.optimize.OptimizeResult
+        mpiad.optimize.MinimizeResult
             As in `minimize` with the same method: `x` and `jac` are this rank's blocks.
 
         Raises

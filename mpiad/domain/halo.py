@@ -47,11 +47,13 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
     cells = [(r.peer, r.owned, r.ghosts) if backwards else (r.peer, r.ghosts, r.owned) for r in routes]
     # Receives are posted before the sends, so that MPI needn't buffer the messages.
     incoming = [
-        PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), peer, tag, comm)) for peer, parts, _ in cells if parts
+        PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), peer, tag=tag, comm=comm))
+        for peer, parts, _ in cells
+        if parts
     ]
     for peer, _, parts in cells:
         if parts:
-            mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), peer, tag, comm)
+            mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), peer, tag=tag, comm=comm)
     return incoming
 
 

@@ -263,7 +263,7 @@ def _interpolate_own(
         owners = located(to_host(points), lattice, domain._partition, call).owner
     order, (sent, received), arrived = _sent(domain, points, owners)
     share, _ = _share(domain, tables, u, arrived, lattice, call)
-    own = mpi_alltoall(share, received, -1, domain.comm, sent)[..., np.argsort(order)]
+    own = mpi_alltoall(share, received, -1, comm=domain.comm, received=sent)[..., np.argsort(order)]
     return anp.reshape(own, share.shape[:-1] + owners.shape)
 
 
@@ -284,7 +284,7 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
     owners, lead = alike_on_all(domain._channel, checked, describe, call)
     order, (sent, received), arrived = _sent(domain, points, owners)
     flat = anp.reshape(values, (*lead, owners.size))
-    own = mpi_alltoall(flat[..., order], sent, -1, domain.comm, received)
+    own = mpi_alltoall(flat[..., order], sent, -1, comm=domain.comm, received=received)
     table = tables.table(arrived, lattice, given.real.dtype, call)
     spec = Spec((*flat.shape[:-1], *tables.halo.padded), given.dtype, arrays_of(given))
     # The transpose of the interpolation, of which the halo is the last part.

@@ -96,7 +96,7 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
         own = np.arange(count) if pattern is None else _colors(rows, offsets, group, comm)
     start, stop = offsets[group.rank : group.rank + 2].tolist()
     rows.data = GhostExchange(rows.indices, (start, stop), comm).fetch(own)
-    probing = Probing(rows, own, int(mpi_allreduce(own.max(initial=-1), MAX, comm)) + 1, domain and domain.halo)
+    probing = Probing(rows, own, int(mpi_allreduce(own.max(initial=-1), MAX, comm=comm)) + 1, domain and domain.halo)
     if domain is not None:
         _of_domains[domain] = probing
     elif pattern is not None:

@@ -84,13 +84,15 @@ def box_of(bounds: Any, size: int) -> Box | None:
         low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
     else:
         try:
-            pairs = [(low, high) for low, high in bounds]
+            limits = list(bounds)
+            one_for_all = len(limits) == 2 and all(np.ndim(limit) == 0 for limit in limits)
+            pairs = [(low, high) for low, high in ([limits] if one_for_all else limits)]
             low = np.array([-np.inf if low is None else low for low, _ in pairs], dtype=float)
             high = np.array([np.inf if high is None else high for _, high in pairs], dtype=float)
         except (TypeError, ValueError):
             raise ValueError(
-                f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}. Pass one pair of numbers for each "
-                "variable, with None for no bound, or a scipy.optimize.Bounds."
+                f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}. Pass one pair of numbers for all "
+                "variables or for each variable, with None for no bound, or a scipy.optimize.Bounds."
             ) from None
     try:
         low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()

@@ -54,6 +54,10 @@ class History(NamedTuple):
     evaluations: np.ndarray
     seconds: np.ndarray
 
+    def __repr__(self) -> str:
+        ends = [f"{name} {row[0]:.3e} to {row[-1]:.3e}" for name, row in zip(self._fields[:2], self)]
+        return f"<{len(self.loss)} points: {', '.join(ends)}, {self.evaluations[-1]} evaluations, {self.seconds[-1]:.3g} s>"
+
 
 class Iterate(Protocol):
     """A point that a solve records."""

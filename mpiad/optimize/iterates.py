@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import scipy
@@ -12,12 +12,53 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Ending, EndMethod, Point, Points
-from mpiad.optimize.history import Iterate, Record, Row
+from mpiad.optimize.history import History, Iterate, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.totals import Totals
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
+
+X = TypeVar("X")
+
+
+class MinimizeResult(scipy.optimize.OptimizeResult, Generic[X]):
+    """The result of `minimize`: SciPy's, with the variables in the structure of x0.
+
+    Attributes
+    ----------
+    x, jac : pytree of arrays
+        The variables, and the gradient there.
+    fun : float
+        The objective.
+    success : bool
+    status : int
+    message : str
+    nit, nfev, njev : int
+        Numbers of iterations, and of evaluations of the objective and the gradient.
+    history : History
+        An entry for the starting point and each iterate.
+    evaluations : dict
+        Numbers of evaluations: "value", "gradient" (alone), "both" and "product".
+
+    Examples
+    --------
+    >>> result = mpiad.minimize(lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)), np.zeros(2))
+    >>> print(type(result).__name__, result.success, result.x.round(4))
+    MinimizeResult True [1. 1.]
+    """
+
+    x: X
+    jac: X
+    fun: float
+    success: bool
+    status: int
+    message: str
+    nit: int
+    nfev: int
+    njev: int
+    history: History
+    evaluations: dict[str, int]
 
 
 def result_like_x0(solve: RootDriven, method: Callable[[RootDriven], dict[str, Any]]) -> scipy.optimize.OptimizeResult:

@@ -16,11 +16,11 @@ from typing import Any
 
 import scipy
 
-from mpiad._typing import Comm, Function, LocalArray, Rank, Tree
+from mpiad._typing import Comm, Function, Rank
 from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint, without_on_signal
 from mpiad.optimize.history import Progress
-from mpiad.optimize.iterates import result_like_x0
+from mpiad.optimize.iterates import MinimizeResult, X, result_like_x0
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven
@@ -41,7 +41,7 @@ from mpiad.transport.exits.user_failures import common_error
 @recoverable("minimize", make_error=common_error)
 def minimize(
     fun: Function,
-    x0: Tree = None,
+    x0: X | None = None,
     *,
     method: str = "L-BFGS",
     jac: Function | bool | None = None,
@@ -57,7 +57,7 @@ def minimize(
     args: tuple = (),
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
-) -> scipy.optimize.OptimizeResult:
+) -> MinimizeResult[X]:
     """Minimize the objective of all ranks, with the variables on the root or distributed over the ranks.
 
     The root updates the variables by one of SciPy's methods, and all ranks evaluate the objective at its request. With
@@ -82,11 +82,11 @@ def minimize(
     hessp : callable, optional
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v, for methods that use it. By default `make_hvp` computes
         it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of the objective.
-    bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
-        are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods the
-        bounds are those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
-        "MMA-sharded" needs finite bounds for all variables.
+    bounds : (low, high), sequence of (low, high) or scipy.optimize.Bounds, optional
+        One pair of bounds for all variables, or one for each variable in the order of the flattened pytree; for "L-BFGS",
+        "TNC", "SLSQP" and "trust-constr". They are used on the root only, as are `constraints`, `tol`, `options` and
+        `callback`. With sharded methods the bounds are those of this rank's own variables; `tol` and `options` must then be
+        the same on all ranks. "MMA-sharded" needs finite bounds for all variables.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
         in the structure of x0, and must not communicate. Their Jacobians are those with respect to the flattened variables,
@@ -137,7 +137,7 @@ def minimize(
 
     Returns
     -------
-    scipy.optimize.OptimizeResult
+    MinimizeResult
         SciPy's fields, with `x` and `jac`, the gradient at `x`, in the structure of x0, and
 
         - `history`: arrays with an entry for the starting point and each iterate: `loss`, `gradient_norm` (largest entry),
@@ -210,18 +210,18 @@ def minimize(
         if chosen is None:
             solve = Sharded(used, program, local)  # type: ignore[arg-type]
             with solve.ending(file, bar, on_signal):
-                return solve.run(callback, bar)
+                return MinimizeResult(solve.run(callback, bar))
         start = shared_start(used, root, start, x0, program.args, "minimize")
         solve = RootDriven(used, root, [program], Evaluation, "minimize", progress=bar)
         solve.define(0, start)
         with solve.ending(file, bar, on_signal):
-            return result_like_x0(solve, partial(run_method, chosen, arguments, program, start))
+            return MinimizeResult(result_like_x0(solve, partial(run_method, chosen, arguments, program, start)))
 
 
 def mpi_optimize(
     f: Function,
     g: Function,
-    x0: Tree = None,
+    x0: X | None = None,
     method: str = "L-BFGS",
     *,
     bounds: Sequence | scipy.optimize.Bounds | None = None,
@@ -235,7 +235,7 @@ def mpi_optimize(
     args: tuple = (),
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
-) -> scipy.optimize.OptimizeResult:
+) -> MinimizeResult[X]:
     """Minimize f with its gradient g; all ranks evaluate f and g at the request of the root.
 
     Parameters
@@ -254,7 +254,7 @@ def mpi_optimize(
 
     Returns
     -------
-    scipy.optimize.OptimizeResult
+    MinimizeResult
         As in `minimize`, also for exceptions and the adjoint.
 
     Ranks
@@ -276,9 +276,9 @@ def mpi_optimize(
 
 
 def minimize_field(
-    domain: Decomposition, fun: Function, x0: LocalArray | Tree, method: str,
+    domain: Decomposition, fun: Function, x0: X, method: str,
     checkpoint: str | PathLike[str] | CheckpointFile | None, **keywords: Any,
-) -> scipy.optimize.OptimizeResult:  # fmt: skip
+) -> MinimizeResult[X]:  # fmt: skip
     """See `Domain.minimize`."""
     call = "Domain.minimize"
     with raising_together(domain._channel):

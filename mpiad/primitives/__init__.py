@@ -10,6 +10,7 @@ from mpiad.primitives.gather import mpi_gather
 from mpiad.primitives.iallreduce import mpi_iallreduce
 from mpiad.primitives.irecv import mpi_irecv
 from mpiad.primitives.isend import mpi_isend
+from mpiad.primitives.neighbor import mpi_neighbor_allgather, mpi_neighbor_alltoall
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.reduce import mpi_reduce
 from mpiad.primitives.reduce_scatter import mpi_reduce_scatter
@@ -33,6 +34,7 @@ from mpiad.primitives.sum import mpi_sum
 from mpiad.primitives.wait import mpi_wait, mpi_waitall
 
 __all__ = ["mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exscan", "mpi_gather"]
+__all__ += ["mpi_neighbor_allgather", "mpi_neighbor_alltoall"]
 __all__ += ["mpi_iallreduce", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_sum"]
 __all__ += ["mpi_exchange", "mpi_irecv", "mpi_isend", "mpi_recv", "mpi_send", "mpi_sendrecv", "mpi_wait", "mpi_waitall"]
 __all__ += ["mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_print", "mpi_rank"]

@@ -13,7 +13,7 @@ from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import spec_of
 
 
-def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> ReplicatedArray:
+def mpi_allgather(x: LocalArray, axis: int | None = None, *, comm: Comm = None) -> ReplicatedArray:
     """Collect the arrays of all ranks on all ranks.
 
     Parameters

@@ -19,7 +19,7 @@ from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
-def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedArray:
+def mpi_allreduce(x: LocalArray, op: Op = SUM, *, comm: Comm = None) -> ReplicatedArray:
     """Combine the arrays of all ranks, entry by entry, with the result on all ranks.
 
     Parameters

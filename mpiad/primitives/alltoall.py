@@ -24,8 +24,9 @@ def mpi_alltoall(
     x: LocalArray,
     counts: Sequence[int] | Array | None = None,
     axis: int = 0,
-    comm: Comm = None,
+    *,
     received: Sequence[int] | Array | None = None,
+    comm: Comm = None,
 ) -> LocalArray:
     """Send a block of x to each rank, and concatenate the blocks that arrive, in rank order.
 
@@ -39,10 +40,10 @@ def mpi_alltoall(
         length of `x` along `axis`.
     axis : int
         Axis along which `x` is divided by `counts`.
-    comm : mpi4py intracommunicator, optional
     received : sequence of int, optional
         The number of entries that arrive from each rank: ``received[s]`` is rank s's ``counts[rank]``. By default the ranks
         exchange their counts first.
+    comm : mpi4py intracommunicator, optional
 
     Returns
     -------

@@ -8,7 +8,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, channel
 
 
-def mpi_barrier(comm: Comm = None) -> None:
+def mpi_barrier(*, comm: Comm = None) -> None:
     """Wait until all ranks have called this function.
 
     Ranks

@@ -15,7 +15,7 @@ from mpiad.transport.core.buffers import outgoing
 from mpiad.transport.core.messages import Prepared, prepared_bcast
 
 
-def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
+def mpi_bcast(x: RootArray, root: Rank = 0, *, comm: Comm = None) -> ReplicatedArray:
     """Copy the root's array to all ranks.
 
     Parameters

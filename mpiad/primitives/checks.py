@@ -23,13 +23,17 @@ from mpiad.transport.core.buffers import even_lengths, outgoing, require_sendabl
 from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import checked_on_replay, tracing
 
+# The advice for a receive buffer in place of another argument.
+RESULTS_ARE_RETURNED = " Results are returned, not written into an argument: y = mpi_allreduce(x)."
+
 
 def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
     """Return an integer as an int; raise a TypeError that describes what is `allowed` if it is none."""
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
+        hint = RESULTS_ARE_RETURNED if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) else ""
+        raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.{hint}") from None
 
 
 def positive_count(value: object, argument: str, least: int = 1) -> int:
@@ -82,7 +86,10 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
-        raise TypeError(f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {type(op).__name__} {op!r}.")
+        hint = RESULTS_ARE_RETURNED if np.ndim(op) else ""
+        raise TypeError(
+            f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {type(op).__name__} {op!r}.{hint}"
+        )
     name, allowed = name_of(op), defined_for(kind)
     # User-defined operations have no adjoint, so they are refused for real and complex numbers.
     if name in allowed or (name is None and kind not in "fc"):
@@ -130,12 +137,12 @@ def lengths_along(
 
 def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> list[int]:
     """Return one count for each rank as integers; raise if they are invalid."""
-    if type(counts) is not list and np.ndim(counts) != 1:
-        raise TypeError(
-            f"{call}: {argument} must be a list of {size} integers, but got {type(counts).__name__} {counts!r}."
-        )
+    if type(counts) is not list and (np.ndim(counts) != 1 or np.asarray(counts).dtype.kind in "fc"):
+        hint = RESULTS_ARE_RETURNED if np.ndim(counts) else ""
+        got = f"{type(counts).__name__} {counts!r}"
+        raise TypeError(f"{call}: {argument} must be a list of {size} integers, but got {got}.{hint}")
     lengths = [count if type(count) is int else integer_of(count, call, argument, "integers") for count in counts]
-    if len(lengths) != size or min(lengths) < 0:
+    if len(lengths) != size or min(lengths, default=0) < 0:
         raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")
     return lengths
 

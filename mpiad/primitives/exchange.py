@@ -14,7 +14,7 @@ from mpiad.transport.core.messages import Prepared, prepared_receive, prepared_s
 
 
 def mpi_exchange(
-    x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
+    x: LocalArray, dest: Rank | None, source: Rank | None, *, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
     """Send x to one rank and receive an array from another, as in shifts around a ring, swaps and halo exchanges.
 

@@ -10,7 +10,7 @@ from mpiad.transport import channel
 from mpiad.transport.core import collectives
 
 
-def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Comm = None) -> RootArray:
+def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, *, comm: Comm = None) -> RootArray:
     """Collect the arrays of all ranks on the root.
 
     Parameters

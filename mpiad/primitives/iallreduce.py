@@ -13,7 +13,7 @@ from mpiad.transport.core.buffers import outgoing, private_copy
 from mpiad.transport.core.collectives import start_allreduce
 
 
-def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
+def mpi_iallreduce(x: LocalArray, *, comm: Comm = None) -> Request:
     """Start to sum the arrays of all ranks, with the result on all ranks.
 
     Parameters

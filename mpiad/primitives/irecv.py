@@ -16,7 +16,7 @@ from mpiad.transport import spec_of
 from mpiad.transport.core.messages import Receipt
 
 
-def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Request:
+def mpi_irecv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> Request:
     """Start to receive an array from another rank.
 
     Parameters

@@ -17,7 +17,7 @@ from mpiad.transport.core.messages import post_send
 from mpiad.transport.devices.device_arrays import copied, result
 
 
-def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
+def mpi_isend(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Request:
     """Start to send an array to another rank.
 
     Parameters

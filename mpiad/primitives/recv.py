@@ -14,7 +14,7 @@ from mpiad.transport import spec_of
 from mpiad.transport.core.messages import Prepared, prepared_receive, receive
 
 
-def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:
+def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> Array:
     """Receive an array from another rank.
 
     Parameters

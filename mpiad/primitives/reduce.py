@@ -14,7 +14,7 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.core.buffers import require_sendable
 
 
-def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> RootArray:
+def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, *, comm: Comm = None) -> RootArray:
     """Combine the arrays of all ranks, entry by entry, on the root.
 
     Parameters
@@ -49,9 +49,10 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     [1. 0.]
     """
     used = channel(comm, "mpi_reduce")
+    op = reduction_of(op, x, "mpi_reduce")
     root = root_of(root, used, "mpi_reduce")
-    if reduction_of(op, x, "mpi_reduce") == SUM:
-        return mpi_sum(x, root, comm)
+    if op == SUM:
+        return mpi_sum(x, root, comm=comm)
     require_sendable(getval(x), "mpi_reduce")
     # Other reductions need the result on all ranks for their adjoints.
     result = communicate(ALLREDUCE, x, Reduction(used, op, root))

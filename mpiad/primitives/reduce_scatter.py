@@ -14,7 +14,9 @@ from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import outgoing
 
 
-def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None) -> LocalArray:
+def mpi_reduce_scatter(
+    x: Array, axis: int | None = None, counts: list[int] | None = None, *, comm: Comm = None
+) -> LocalArray:
     """Sum the arrays of all ranks; each rank gets a part of the sum.
 
     Parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
 from mpiad._typing import Array
 from mpiad.errors import RequestError
@@ -63,10 +63,18 @@ class Request:
         renewed.done, renewed.tape, renewed.cells = False, None, {}
         return renewed
 
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"A request has no attribute {name!r}. Complete it by y = mpi_wait(request), or several by mpi_waitall."
+        raise AttributeError(text, name=name, obj=self)
+
     def __repr__(self) -> str:
         partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"
         state = "done" if self.done else "active"
         return f"<{self.call} of shape {self.spec.shape}, dtype {self.spec.dtype}{partner}: {state}>"
+
+
+# mpi4py's error for `MPI.Request.Waitall` of such requests consists of this name.
+Request.__name__ = "mpiad's Request (completed by mpi_wait or mpi_waitall)"
 
 
 class CombinedRequest:

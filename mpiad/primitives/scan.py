@@ -10,7 +10,7 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.core import collectives
 
 
-def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
+def mpi_scan(x: LocalArray, *, comm: Comm = None) -> LocalArray:
     """Sum the arrays of the ranks from 0 to this rank.
 
     Parameters
@@ -44,7 +44,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     return communicate(SCAN, x, _prefix(x, comm, False, "mpi_scan"))
 
 
-def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
+def mpi_exscan(x: LocalArray, *, comm: Comm = None) -> LocalArray:
     """Sum the arrays of the ranks before this rank; zeros on rank 0. For the parameters see `mpi_scan`.
 
     Ranks

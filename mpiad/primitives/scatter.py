@@ -18,7 +18,7 @@ from mpiad.transport.core.tracing import checked_on_replay
 
 
 def mpi_scatter(
-    x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None
+    x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, *, comm: Comm = None
 ) -> LocalArray:
     """Divide the root's array among the ranks: the inverse of `mpi_gather`.
 

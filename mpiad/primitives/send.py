@@ -12,7 +12,7 @@ from mpiad.transport.core.buffers import outgoing, private_copy
 from mpiad.transport.core.messages import Prepared, prepared_send, send
 
 
-def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
+def mpi_send(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Array:
     """Send an array to another rank, without waiting for the receiver.
 
     Parameters

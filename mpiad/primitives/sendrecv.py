@@ -10,7 +10,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.tracing import once
 
 
-def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
+def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm: Comm = None) -> LocalArray:
     """Send `x` of rank `source` to rank `dest`; all ranks pass the same pair of ranks.
 
     Parameters
@@ -61,8 +61,8 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     if receiver == sender or receiver is None or sender is None:
         return x
     if used.rank == sender:
-        return mpi_send(x, receiver, tag, comm)
-    return mpi_recv(x, sender, tag, comm) if used.rank == receiver else x
+        return mpi_send(x, receiver, tag=tag, comm=comm)
+    return mpi_recv(x, sender, tag=tag, comm=comm) if used.rank == receiver else x
 
 
 def _compare_pairs(channel: Channel, pair: list) -> None:

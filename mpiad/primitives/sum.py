@@ -11,7 +11,7 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.core import collectives
 
 
-def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
+def mpi_sum(x: LocalArray, root: Rank = 0, *, comm: Comm = None) -> RootArray:
     """Sum the arrays of all ranks on the root.
 
     Parameters

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 from autograd.tracer import Box
@@ -157,6 +157,8 @@ def _result(entry: Entry, outputs: Any) -> str:
     return f"{type(outputs).__name__}(made)" if is_flat else "build(made)"
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _MOST_FAST_CALLS = 4
@@ -164,6 +166,10 @@ _MOST_FAST_CALLS = 4
 _MOST_DERIVED = 16
 
 
+@overload
+def jit(fun: Callable[P, R], *, strict: bool = False, exact: bool = False) -> Jitted[P, R]: ...
+@overload
+def jit(fun: None = None, *, strict: bool = False, exact: bool = False) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = False) -> Any:
     """Compile a function: its computations between communications become fused loops, as do those of its derivatives.
 
@@ -214,7 +220,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     return Jitted(fun, strict, exact)
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """A compiled function, created by `jit`.
 
     Examples
@@ -224,7 +230,7 @@ class Jitted:
     True Jitted
     """
 
-    def __init__(self, fun: Function, strict: bool = False, exact: bool = False):
+    def __init__(self, fun: Callable[P, R], strict: bool = False, exact: bool = False):
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
@@ -244,7 +250,7 @@ class Jitted:
         """Return the compiled method of an object."""
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function."""
         if not kwargs and tracing.tape is None and tracing.recorder is None:
             for _, call in self._fast_calls:

@@ -214,11 +214,13 @@ class GhostExchange:
         self._check(x, self.n_owned, "begin_fetch", "owned")
         packed, plain = take_segments(x, self._sent), getval(x)
         requests = [
-            mpi_irecv(empty_like(plain, (part.stop - part.start, *plain.shape[1:])), rank, _TAG, self.comm)
+            mpi_irecv(empty_like(plain, (part.stop - part.start, *plain.shape[1:])), rank, tag=_TAG, comm=self.comm)
             for rank, part in self._incoming.others.items()
         ]
         received = len(requests)
-        requests += [mpi_isend(packed[part], rank, _TAG, self.comm) for rank, part in self._outgoing.others.items()]
+        requests += [
+            mpi_isend(packed[part], rank, tag=_TAG, comm=self.comm) for rank, part in self._outgoing.others.items()
+        ]
         before = sum(rank < self._rank for rank, _ in self.sources)
 
         def finish(values: list[LocalArray]) -> LocalArray:
@@ -327,7 +329,7 @@ def _runs(owned: tuple[int, int] | Array) -> tuple[np.ndarray, int]:
 def _owners(unique: np.ndarray, runs: np.ndarray, rank: Rank, size: int, comm: Comm) -> tuple[np.ndarray, np.ndarray]:
     """Return the owner of each of the sorted numbers, and its position there; collective."""
     largest = max(runs[:, 1].max(initial=0), unique.max(initial=-1) + 1)
-    share = max(-(-int(mpi_allreduce(largest, MAX, comm)) // size), 1)  # the directory of number n is rank n // share
+    share = max(-(-int(mpi_allreduce(largest, MAX, comm=comm)) // size), 1)  # the directory of number n is rank n // share
     # Runs are divided among the directories.
     first, last = runs[:, 0] // share, (runs[:, 1] - 1) // share
     repeats = last - first + 1

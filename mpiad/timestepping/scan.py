@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import chain, dropwhile
 from numbers import Integral
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 from autograd.tracer import isbox
@@ -465,6 +465,20 @@ _MANY_STEPS = 50  # the number of interpreted steps above which scan suggests ji
 _MAX_UNROLLED = 50  # maximum number of steps for which a loop without checkpoints is unrolled in a compiled function
 
 
+State = TypeVar("State")
+Observed = TypeVar("Observed")
+
+
+@overload
+def scan(
+    step: Callable[..., State], u0: State, n_steps: int, *params: Tree, inputs: Tree = None, observe: None = None,
+    checkpoints: int | CheckpointSchedule | None = None,
+) -> State: ...  # fmt: skip
+@overload
+def scan(
+    step: Callable[..., State], u0: State, n_steps: int, *params: Tree, inputs: Tree = None,
+    observe: Callable[..., Observed], checkpoints: int | CheckpointSchedule | None = None,
+) -> tuple[State, Observed]: ...  # fmt: skip
 def scan(
     step: Function,
     u0: Tree,

@@ -236,7 +236,7 @@ def test_ranks_that_do_not_take_part_are_not_waited_for(rank, size):
             if rank == 1:
                 time.sleep(LATE)
             came = time.perf_counter()
-            mpiad.mpi_barrier(comm)
+            mpiad.mpi_barrier(comm=comm)
         (row,) = silent().rows
         return row.waited, waits_by_hand(came, range(rank % 2, size, 2))
 

@@ -94,3 +94,23 @@ def test_shapes_that_differ_raise_on_all_ranks(rank):
 def test_a_nest_is_no_array(nest):
     with pytest.raises(TypeError, match=f"the function returned {nest.__name__}"):
         mpiad.jacobian(lambda x: nest((x[0] ** 2, x[1])))(np.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["root", "sum", "mean"])
+def test_hessian(kind, rank, size):
+    """Compared with products with the Hessian, for a variable of all ranks."""
+
+    def loss(scale, x):
+        return scale * mpiad.mpi_allreduce(anp.sum(anp.sin((rank + 1.0) * x))) * anp.prod(x) + (rank + 1.0) * anp.sum(x**3)
+
+    x = np.array([[0.3, -0.5], [0.7, 1.1]])
+    got = mpiad.hessian(loss, 1, objective=kind, root=size - 1)(1.25, x)
+    product = mpiad.hvp(loss, 1, objective=kind, root=size - 1, shared=True)
+    columns = [product(1.25, x, v.reshape(2, 2)).ravel() for v in np.eye(4)]
+    assert got.shape == (2, 2, 2, 2)
+    np.testing.assert_allclose(got.reshape(4, 4), np.stack(columns, axis=1), 1e-12, 1e-12)
+    np.testing.assert_allclose(got.reshape(4, 4), got.reshape(4, 4).T, 1e-12, 1e-12)
+
+
+def test_hessian_of_a_number(size):
+    assert mpiad.hessian(lambda x: mpiad.mpi_allreduce(x**3) / size)(2.0) == pytest.approx(12.0)

@@ -37,7 +37,17 @@ WITHOUT = {
     "mpiad.errors.MessageMismatchError": "needs MPIAD_DEBUG=1 and several ranks; docs/faults.md shows it",
     "mpiad.errors.RemoteError": "needs another rank that fails; docs/faults.md shows it",
     "mpiad.errors.UnfinishedMessagesError": "needs messages that are left under way; docs/sharp_bits.md shows it",
+    "mpiad.extend.Argument": "is the common part of `Input`, `Output` and others",
+    "mpiad.extend.Communicator": "needs a library that communicates; docs/howto/fortran_c.md shows it",
+    "mpiad.extend.Cotangent": "needs a library with an adjoint; docs/howto/fortran_c.md shows it",
+    "mpiad.extend.InOut": "is shown by docs/howto/fortran_c.md",
     "mpiad.extend.InPlace": "is what compiled programs ask of the library's own halo exchange",
+    "mpiad.extend.Input": "is shown by docs/howto/fortran_c.md",
+    "mpiad.extend.Library": "is shown by `library`",
+    "mpiad.extend.LibraryFunction": "is shown by `library`",
+    "mpiad.extend.Output": "is shown by `library`",
+    "mpiad.extend.Tangent": "needs a library with a tangent; docs/howto/fortran_c.md shows it",
+    "mpiad.extend.Value": "is shown by `library`",
 }
 
 

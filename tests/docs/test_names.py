@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 import mpiad
 import mpiad.debug
@@ -110,3 +111,11 @@ def test_the_map_shows_the_layers_that_are_checked():
 
 def test_a_misspelt_variable_is_told_from_all_there_are():
     assert set(VARIABLES) == variables()
+
+
+def test_each_method_of_mpi4pys_communicators_has_a_counterpart():
+    kinds = (MPI.Comm, MPI.Intracomm, MPI.Topocomm, MPI.Cartcomm, MPI.Graphcomm, MPI.Distgraphcomm, MPI.Intercomm)
+    names = {name for kind in kinds for name in vars(kind) if name[0] != "_"}
+    text = " ".join(re.findall(r"`([^`]*)`", page("docs/start/from_mpi4py.md")))
+    assert len(names) > 150
+    assert sorted(names - set(re.findall(r"\w+", text))) == []

@@ -1,5 +1,8 @@
 """Reductions over the grid."""
 
+import copy
+import pickle
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -116,3 +119,12 @@ def test_objective_of_a_whole_program(rank_rng):
     value, gradient = mpiad.value_and_grad(energy)(x[domain.owned])
     np.testing.assert_allclose(value, x @ matrix @ x / 2, 1e-12)
     np.testing.assert_allclose(gradient, (matrix @ x)[domain.owned], 1e-11, 1e-12)
+
+
+def test_a_domain_is_copied_by_reference_and_described_for_a_pickle(size):
+    domain = mpiad.Domain((8 * size, 6), halo=(2, 1), periodic=(True, False), dims=(size, 1))
+    assert copy.copy(domain) is domain and copy.deepcopy([domain])[0] is domain
+    with pytest.raises(TypeError, match=r"contains a communicator.*domain\.arguments.*Domain\(\*\*arguments, comm=comm\)"):
+        pickle.dumps(domain)
+    arguments = pickle.loads(pickle.dumps(domain.arguments))
+    assert repr(mpiad.Domain(**arguments)) == repr(domain)

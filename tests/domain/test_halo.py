@@ -254,7 +254,7 @@ def test_fields_travel_in_one_message(rank, rank_rng, monkeypatch):
 
     def counting(x, dest, tag, comm):
         sent.append((dest, tag))
-        return mpiad.mpi_send(x, dest, tag, comm)
+        return mpiad.mpi_send(x, dest, tag=tag, comm=comm)
 
     monkeypatch.setattr(mpiad.domain.halo, "mpi_send", counting)
     padded = domain.exchange(blocks, "edge")

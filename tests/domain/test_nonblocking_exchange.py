@@ -106,7 +106,7 @@ def test_several_fields_in_one_message(rank, rank_rng, monkeypatch):
     def counting(x, dest, tag, comm):
         sent.append(dest)
         assert tag <= 32767
-        return mpiad.mpi_send(x, dest, tag, comm)
+        return mpiad.mpi_send(x, dest, tag=tag, comm=comm)
 
     monkeypatch.setattr(mpiad.domain.halo, "mpi_send", counting)
     padded = in_halves(domain, "edge")([field[(..., *domain.owned)] for field in fields])

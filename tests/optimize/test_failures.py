@@ -210,7 +210,7 @@ def test_mistakes_that_only_the_root_can_see() -> None:
 
 
 @pytest.mark.parametrize("method", ["L-BFGS", "L-BFGS-sharded"])
-@pytest.mark.parametrize("bounds", [[3, 4], 3, [("a", 1)] * 3, ["ab"] * 3, [None] * 3], ids=repr)
+@pytest.mark.parametrize("bounds", [[3, 4, 5], 3, ("a", 1), [("a", 1)] * 3, ["ab"] * 3, [None] * 3], ids=repr)
 def test_bounds_that_are_no_pairs_are_refused(method: str, bounds: object) -> None:
     with pytest.raises(ValueError, match=rf"bounds must be pairs \(low, high\), but got {re.escape(repr(bounds))}\. Pass"):
         minimize(bowl, np.zeros(3), method=method, bounds=bounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import autograd
@@ -13,7 +14,7 @@ import scipy.optimize
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize import minimize
+from mpiad.optimize import MinimizeResult, minimize
 
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
 WITH_PRODUCTS = {"Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"}
@@ -130,6 +131,15 @@ def test_bounds(method: str, as_object: bool, rank: int) -> None:
     expected = serial(method, x0, bounds=bounds, options={"maxiter": 40} if method == "trust-constr" else None)
     assert np.array_equal(got.x, expected.x)
     assert got.x[0] <= 0.5 and got.x[2] <= 0.1
+
+
+@pytest.mark.parametrize("pair", [(-0.5, 0.25), [None, 0.25], (-0.5, None), np.array([-0.5, 0.25])], ids=repr)
+def test_one_pair_of_bounds_for_all_variables(pair: Any, rank: int) -> None:
+    got, expected = (
+        minimize(lambda x: rosenbrock(x) if rank == 0 else None, np.array([0.0, 0.2, 0.0]), bounds=bounds)
+        for bounds in (pair, [tuple(pair)] * 3)
+    )
+    assert np.array_equal(got.x, expected.x) and np.any(got.x == 0.25) == (pair[1] is not None)
 
 
 def test_tolerance_and_options_are_passed_on(rank: int) -> None:
@@ -315,3 +325,14 @@ def test_a_start_that_is_not_finite_ends_all_methods(method: str, objective: str
         result = minimize(fun, np.zeros(2), method=method)
     assert not result.success and result.status and "finite" in result.message and "at x0: on rank 0" in result.message
     assert len(calls) < 10 and result.nit <= 1
+
+
+def test_a_result_is_readable_and_pickles(rank: int) -> None:
+    result = minimize(lambda x: rosenbrock(x) if rank == 0 else None, np.array([0.0, 0.2, 0.0]))
+    lines = str(result).splitlines()
+    assert type(result) is MinimizeResult and max(map(len, lines)) < 150
+    (history,) = [line for line in lines if "history" in line]
+    count = len(result.history.loss)
+    assert re.search(rf"<{count} points: loss \S+ to \S+, gradient_norm \S+ to \S+, \d+ evaluations, \S+ s>", history)
+    again = pickle.loads(pickle.dumps({key: result[key] for key in ("x", "fun", "history")} | {"type": type(result)}))
+    assert np.array_equal(again["x"], result.x) and again["type"] is MinimizeResult

@@ -70,6 +70,49 @@ def test_root_that_is_not_there(size, name):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_tag_and_comm_are_keywords(name):
+    kinds = {each.name: each.kind for each in TAKES[name].values() if each.name in ("tag", "comm", "like", "received")}
+    session = name in ("mpi_init", "mpi_rank", "mpi_size", "reset")
+    for argument, kind in kinds.items():
+        first = argument == next(iter(TAKES[name])) and (session or argument == "like")
+        assert kind == (inspect.Parameter.POSITIONAL_OR_KEYWORD if first else inspect.Parameter.KEYWORD_ONLY)
+
+
+# Calls of mpi4py with the names of mpiad's functions.
+PORTED = [
+    lambda x, y: mpiad.mpi_gather(x, y),
+    lambda x, y: mpiad.mpi_scatter(x, y),
+    lambda x, y: mpiad.mpi_bcast(x, [x, MPI.DOUBLE]),
+    lambda x, y: mpiad.mpi_sum(x, y),
+    lambda x, y: mpiad.mpi_allgather(x, y),
+    lambda x, y: mpiad.mpi_allreduce(x, y),
+    lambda x, y: mpiad.mpi_allreduce(MPI.IN_PLACE, y),
+    lambda x, y: mpiad.mpi_reduce(x, y, MPI.SUM),
+    lambda x, y: mpiad.mpi_reduce_scatter(x, y),
+    lambda x, y: mpiad.mpi_alltoall(x, y),
+]
+
+
+@pytest.mark.parametrize("call", PORTED)
+def test_receive_buffers(size, call):
+    with pytest.raises(TypeError, match="Results are returned, not written into an argument"):
+        call(np.ones(size), np.empty(size))
+
+
+def test_buffers_of_mpi4py(size):
+    for x, text in ((MPI.IN_PLACE, "the result is returned"), ([np.ones(size), MPI.DOUBLE], "Pass the array alone")):
+        for name in SENDING:
+            with pytest.raises(TypeError, match=text if "x" in TAKES[name] else "must be an array or number"):
+                called(name, x)
+
+
+def test_the_order_of_sendrecv(size):
+    buffer = np.empty(2)
+    with pytest.raises(TypeError, match="mpi_exchange.* takes 3 positional arguments but 5"):
+        mpiad.mpi_exchange(np.ones(2), 0, 0, buffer, 0)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_no_communicator(size, name):
     freed = MPI.COMM_WORLD.Dup()
     mpiad.mpi_init(freed)

@@ -26,14 +26,14 @@ def moved(shapes):
 
 def sent_late(x):
     """Return what the rank before starts to send, with a barrier between start and wait."""
-    coming, going = mpiad.mpi_irecv(x, LEFT, 4), mpiad.mpi_isend(x, RIGHT, 4)
+    coming, going = mpiad.mpi_irecv(x, LEFT, tag=4), mpiad.mpi_isend(x, RIGHT, tag=4)
     mpiad.mpi_barrier()
     return mpiad.mpi_wait(coming) + 0 * mpiad.mpi_wait(going)
 
 
 def from_anyone(x):
-    mpiad.mpi_send(x, RIGHT, 6)
-    return mpiad.mpi_recv(x, MPI.ANY_SOURCE, 6)
+    mpiad.mpi_send(x, RIGHT, tag=6)
+    return mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=6)
 
 
 def paired(x):

@@ -72,8 +72,8 @@ def test_meets_sends_and_receives(rngs, rank, size):
     def fun(x):
         if rank % 2 == 0:
             return mpiad.mpi_exchange(x, after, before, tag=2)
-        mpiad.mpi_send(x, after, 2)
-        return mpiad.mpi_recv(x, before, 2)
+        mpiad.mpi_send(x, after, tag=2)
+        return mpiad.mpi_recv(x, before, tag=2)
 
     program = reference.move([(2, 3)] * size, [(r - 1) % size for r in range(size)])
     check(fun, program, arrays(rngs, (2, 3)), rngs)
@@ -149,10 +149,10 @@ def test_refused_calls_are_not_counted(rngs, rank, size):
         lambda: mpiad.mpi_exchange([1.0], after, before, like=1.0, tag=6),
         lambda: mpiad.mpi_exchange(1.0, after, size, tag=6),
         lambda: mpiad.mpi_exchange(1.0, size, before, tag=6),
-        lambda: mpiad.mpi_send("text", after, 6),
-        lambda: mpiad.mpi_isend([1.0], after, 6),
-        lambda: mpiad.mpi_recv(None, before, 6),
-        lambda: mpiad.mpi_irecv([1.0], before, 6),
+        lambda: mpiad.mpi_send("text", after, tag=6),
+        lambda: mpiad.mpi_isend([1.0], after, tag=6),
+        lambda: mpiad.mpi_recv(None, before, tag=6),
+        lambda: mpiad.mpi_irecv([1.0], before, tag=6),
     ]
     for call in refused[: rank + 3]:
         with pytest.raises((TypeError, ValueError)):

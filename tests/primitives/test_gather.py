@@ -76,6 +76,19 @@ def test_unequal_shapes_are_raised_on_all_ranks(rank, size):
     assert len(mpiad.mpi_gather(1.0)) == (size if rank == 0 else 0)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", [mpiad.mpi_gather, mpiad.mpi_allgather])
+def test_unequal_lengths_name_the_axis_that_concatenates(call, rank):
+    length = 2 if rank == 0 else 3
+    for shape, axis in (((length,), 0), ((length, 3), 0), ((1, length), 1)):
+        with pytest.raises(ValueError, match=f"Pass axis={axis} to concatenate arrays of different lengths"):
+            call(np.ones(shape))
+    for shape, dtype in (((length, length), "f8"), ((length,), "f4" if rank == 0 else "f8"), ((2,) * length, "f8")):
+        with pytest.raises(ValueError, match=r"\.$") as raised:
+            call(np.ones(shape, dtype))
+        assert "Pass axis" not in str(raised.value)
+
+
 def test_axis_that_is_not_there():
     for axis in (2, -3):
         with pytest.raises(ValueError, match=f"mpi_gather: axis must be None or from -2 to 1.*got {axis}"):

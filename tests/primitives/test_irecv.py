@@ -31,7 +31,7 @@ def test_arrays(rngs, rank, size, dtype, shape, layout):
 @pytest.mark.parametrize("tag", [32768, HIGHEST_TAG])
 def test_both_sides_nonblocking(rngs, rank, size, tag):
     def fun(x):
-        requests = [mpiad.mpi_irecv(x, (rank - 1) % size, tag), mpiad.mpi_isend(x, (rank + 1) % size, tag)]
+        requests = [mpiad.mpi_irecv(x, (rank - 1) % size, tag=tag), mpiad.mpi_isend(x, (rank + 1) % size, tag=tag)]
         return mpiad.mpi_waitall(requests)[0]
 
     check(fun, ring((2, 3), size), arrays(rngs, (2, 3)), rngs)
@@ -66,8 +66,8 @@ def test_integers_and_booleans(rngs, rank, size):
 
 @pytest.mark.parametrize("length", [4, pytest.param(2, marks=longer_than_its_buffer)])
 def test_template_of_another_size(rank, size, length):
-    request = mpiad.mpi_irecv(np.ones(length), (rank - 1) % size, 4)
-    mpiad.mpi_send(np.ones(3), (rank + 1) % size, 4)
+    request = mpiad.mpi_irecv(np.ones(length), (rank - 1) % size, tag=4)
+    mpiad.mpi_send(np.ones(3), (rank + 1) % size, tag=4)
     text = rf"mpi_irecv: rank {(rank - 1) % size} sent .* bytes with tag 4, .* shape \({length},\) and dtype float64"
     with pytest.raises(ValueError, match=text):
         mpiad.mpi_wait(request)
@@ -79,6 +79,6 @@ def test_wrong_arguments(size):
     with pytest.raises(ValueError, match=f"mpi_irecv: source must be .* got {MPI.ANY_SOURCE}"):
         mpiad.mpi_irecv(1.0, MPI.ANY_SOURCE)
     with pytest.raises(ValueError, match=f"mpi_irecv: tag must be .* got {MPI.ANY_TAG}"):
-        mpiad.mpi_irecv(1.0, 0, MPI.ANY_TAG)
+        mpiad.mpi_irecv(1.0, 0, tag=MPI.ANY_TAG)
     with pytest.raises(TypeError, match="mpi_irecv: like .* must be an array.* got NoneType"):
         mpiad.mpi_irecv(None, 0)

@@ -32,8 +32,8 @@ def test_arrays(rngs, rank, size, dtype, shape, layout):
 @pytest.mark.parametrize("tag", [32768, HIGHEST_TAG])
 def test_value_of_the_request_unused(rngs, rank, size, tag):
     def fun(x):
-        request = mpiad.mpi_isend(x, (rank + 1) % size, tag)
-        received = mpiad.mpi_recv(x, (rank - 1) % size, tag)
+        request = mpiad.mpi_isend(x, (rank + 1) % size, tag=tag)
+        received = mpiad.mpi_recv(x, (rank - 1) % size, tag=tag)
         mpiad.mpi_wait(request)
         return received
 
@@ -82,6 +82,6 @@ def test_wrong_arguments(size):
     with pytest.raises(ValueError, match=f"mpi_isend: dest must be a rank from 0 to {size - 1}.* got {size}"):
         mpiad.mpi_isend(1.0, size)
     with pytest.raises(ValueError, match="mpi_isend: tag must be .* got -1"):
-        mpiad.mpi_isend(1.0, 0, -1)
+        mpiad.mpi_isend(1.0, 0, tag=-1)
     with pytest.raises(TypeError, match="mpi_isend: x must be an array.* got str"):
         mpiad.mpi_isend("text", 0)

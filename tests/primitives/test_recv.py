@@ -63,9 +63,9 @@ def test_any_source(rngs, rank, size):
     xs, vs = arrays(rngs, (3,)), arrays(rngs, (3,))
 
     def fun(x):
-        mpiad.mpi_send(x, 0, 5)
+        mpiad.mpi_send(x, 0, tag=5)
         if rank == 0:
-            return sum(anp.sum(mpiad.mpi_recv(x, MPI.ANY_SOURCE, 5) ** 3) for _ in range(size))
+            return sum(anp.sum(mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=5) ** 3) for _ in range(size))
 
     value, gradient = mpiad.value_and_grad(fun)(xs[rank])
     assert value == pytest.approx(sum(np.sum(x**3) for x in xs), rel=1e-14)
@@ -77,10 +77,10 @@ def test_tangents_from_any_source(rngs, rank, size):
     xs, vs = arrays(rngs, (3,)), arrays(rngs, (3,))
 
     def fun(x):
-        mpiad.mpi_send(x, size - 1, 5)
-        mpiad.mpi_send(2 * x, size - 1, 5)
+        mpiad.mpi_send(x, size - 1, tag=5)
+        mpiad.mpi_send(2 * x, size - 1, tag=5)
         if rank == size - 1:
-            return sum(mpiad.mpi_recv(x, MPI.ANY_SOURCE, 5) ** 2 for _ in range(2 * size))
+            return sum(mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=5) ** 2 for _ in range(2 * size))
         return x
 
     value, tangent = mpiad.make_jvp(fun)(xs[rank])(vs[rank])
@@ -96,8 +96,8 @@ def test_any_tag(rngs, rank, size):
 
     def fun(x):
         for entry, tag in zip(x, (4, 9, 4, 9, 4)):
-            mpiad.mpi_send(entry, after, tag)
-        got = [mpiad.mpi_recv(0.0, before, tag) for tag in (MPI.ANY_TAG, 4, MPI.ANY_TAG, MPI.ANY_TAG, 4)]
+            mpiad.mpi_send(entry, after, tag=tag)
+        got = [mpiad.mpi_recv(0.0, before, tag=tag) for tag in (MPI.ANY_TAG, 4, MPI.ANY_TAG, MPI.ANY_TAG, 4)]
         # Messages 1, 3, 2, 4, 5: the second receive takes the next with tag 4.
         return sum(w * y**2 for w, y in zip(ws[rank], got))
 
@@ -110,9 +110,9 @@ def test_any_source_and_any_tag(rngs, rank, size):
 
     def fun(x):
         for entry in x:
-            mpiad.mpi_send(entry, size - 1, 10 + rank)
+            mpiad.mpi_send(entry, size - 1, tag=10 + rank)
         if rank == size - 1:
-            return sum(mpiad.mpi_recv(0.0, MPI.ANY_SOURCE, MPI.ANY_TAG) ** 3 for _ in range(2 * size))
+            return sum(mpiad.mpi_recv(0.0, MPI.ANY_SOURCE, tag=MPI.ANY_TAG) ** 3 for _ in range(2 * size))
 
     assert_close(mpiad.grad(fun, root=size - 1)(xs[rank]), 3 * xs[rank] ** 2, "f8")
 
@@ -123,13 +123,13 @@ def test_any_source_and_any_tag(rngs, rank, size):
     ids=str,
 )
 def test_template_of_another_size(rank, size, sent, like):
-    mpiad.mpi_send(np.ones(sent), (rank + 1) % size, 4)
+    mpiad.mpi_send(np.ones(sent), (rank + 1) % size, tag=4)
     text = rf"mpi_recv: rank {(rank - 1) % size} sent .* bytes with tag 4, but .*shape \({like[0]},\) and dtype float64"
     with pytest.raises(ValueError, match=text):
-        mpiad.mpi_recv(np.ones(like), (rank - 1) % size, 4)
+        mpiad.mpi_recv(np.ones(like), (rank - 1) % size, tag=4)
     mpiad.mpi_barrier()
-    mpiad.mpi_send(1.0 * rank, (rank + 1) % size, 4)
-    assert mpiad.mpi_recv(0.0, (rank - 1) % size, 4) == (rank - 1) % size
+    mpiad.mpi_send(1.0 * rank, (rank + 1) % size, tag=4)
+    assert mpiad.mpi_recv(0.0, (rank - 1) % size, tag=4) == (rank - 1) % size
 
 
 def test_traced_template_of_another_dtype(rank, size):
@@ -157,18 +157,18 @@ def test_sender_that_is_not_there(size):
     with pytest.raises(TypeError, match=f"mpi_recv: source must be {allowed}, but got float 0.0"):
         mpiad.mpi_recv(1.0, 0.0)
     with pytest.raises(ValueError, match="mpi_recv: tag must be .* or MPI.ANY_TAG, but got -9"):
-        mpiad.mpi_recv(1.0, 0, -9)
+        mpiad.mpi_recv(1.0, 0, tag=-9)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_refused_message_from_anyone_is_counted(rank, size):
     def fun(x):
-        mpiad.mpi_send(x, (rank + 1) % size, 6)
-        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size, 6) ** 2)
+        mpiad.mpi_send(x, (rank + 1) % size, tag=6)
+        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size, tag=6) ** 2)
 
-    mpiad.mpi_send(np.ones(5), (rank + 1) % size, 6)
+    mpiad.mpi_send(np.ones(5), (rank + 1) % size, tag=6)
     with pytest.raises(ValueError, match=rf"rank {(rank - 1) % size} sent"):
-        mpiad.mpi_recv(np.ones(2), MPI.ANY_SOURCE, 6)
+        mpiad.mpi_recv(np.ones(2), MPI.ANY_SOURCE, tag=6)
     # Without the count its adjoint would wait for another message's answer.
     x = np.arange(2.0) + rank
     assert_close(mpiad.grad(fun, objective="sum")(x), 2 * x, "f8")

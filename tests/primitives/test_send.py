@@ -21,8 +21,8 @@ def kept_and_received(rank, size, tag=0):
     """Return the program in which all ranks of a ring send first, and which returns what they kept and received."""
 
     def fun(x):
-        kept = mpiad.mpi_send(x, (rank + 1) % size, tag)
-        return anp.stack((kept, mpiad.mpi_recv(x, (rank - 1) % size, tag)))
+        kept = mpiad.mpi_send(x, (rank + 1) % size, tag=tag)
+        return anp.stack((kept, mpiad.mpi_recv(x, (rank - 1) % size, tag=tag)))
 
     return fun
 
@@ -127,8 +127,8 @@ def test_many_messages_with_equal_tags(rngs, rank, size):
 
     def fun(x):
         for k in range(count):
-            mpiad.mpi_send(x[k], (rank + 1) % size, 7)
-        got = [mpiad.mpi_recv(0.0, (rank - 1) % size, 7) for _ in range(count)]
+            mpiad.mpi_send(x[k], (rank + 1) % size, tag=7)
+        got = [mpiad.mpi_recv(0.0, (rank - 1) % size, tag=7) for _ in range(count)]
         return sum(w * y**2 for w, y in zip(ws[rank], got))
 
     after = (rank + 1) % size
@@ -144,10 +144,10 @@ def test_users_own_messages_with_the_same_tags_in_between(rank, size, comm):
 
     def fun(x):
         requests.append(WORLD.Isend(mine[:1], after, 3))
-        mpiad.mpi_send(x, after, 3, comm)
+        mpiad.mpi_send(x, after, tag=3, comm=comm)
         requests.append(WORLD.Isend(mine[1:], after, 3))  # still under way when the reverse pass sends
         requests.append(WORLD.Irecv(own[:1], before, 3))
-        return (rank + 1) * mpiad.mpi_recv(x, before, 3, comm) ** 2
+        return (rank + 1) * mpiad.mpi_recv(x, before, tag=3, comm=comm) ** 2
 
     assert mpiad.grad(fun, objective="sum")(1.0 + rank) == 2 * (after + 1) * (1.0 + rank)
     WORLD.Recv(own[1:], before, 3)
@@ -170,7 +170,7 @@ def test_receiver_that_is_not_there(size):
 def test_tag_that_is_not_there():
     for tag in (-5, MPI.ANY_TAG, HIGHEST_TAG + 1):
         with pytest.raises(ValueError, match=f"mpi_send: tag must be an integer from 0 to {HIGHEST_TAG}, but got {tag}"):
-            mpiad.mpi_send(1.0, 0, tag)
+            mpiad.mpi_send(1.0, 0, tag=tag)
     for tag in (1.0, "a", None):
         with pytest.raises(TypeError, match=f"mpi_send: tag must be an integer from 0 to .*got {type(tag).__name__}"):
-            mpiad.mpi_send(1.0, 0, tag)
+            mpiad.mpi_send(1.0, 0, tag=tag)

@@ -22,9 +22,9 @@ def test_equal_tags_waited_for_in_orders_of_each_ranks_own(rngs, rank, size, sta
     orders = [np.random.default_rng([rank, side]).permutation(2 * count) for side in range(2)]
 
     def fun(x):
-        requests = [mpiad.mpi_irecv(x[0], before, 9) for _ in range(count)]
+        requests = [mpiad.mpi_irecv(x[0], before, tag=9) for _ in range(count)]
         for row in x:
-            made = start(row, after, 9)
+            made = start(row, after, tag=9)
             if start is mpiad.mpi_isend:
                 requests.append(made)
         values = {place: mpiad.mpi_wait(requests[place]) for place in orders[0] if place < len(requests)}
@@ -49,19 +49,31 @@ def test_many_requests_with_equal_tags(rngs, rank, size):
 
 def test_waitall_keeps_the_order_and_takes_any_iterable(rank, size):
     after, before = (rank + 1) % size, (rank - 1) % size
-    sends = [mpiad.mpi_isend(10.0 * rank + k, after, k) for k in range(3)]
-    receives = {k: mpiad.mpi_irecv(0.0, before, k) for k in (2, 0, 1)}
+    sends = [mpiad.mpi_isend(10.0 * rank + k, after, tag=k) for k in range(3)]
+    receives = {k: mpiad.mpi_irecv(0.0, before, tag=k) for k in (2, 0, 1)}
     assert mpiad.mpi_waitall(receives.values()) == [10.0 * before + k for k in (2, 0, 1)]
     assert mpiad.mpi_waitall(request for request in sends) == [10.0 * rank + k for k in range(3)]
     assert mpiad.mpi_waitall([]) == []
 
 
 def test_request_shows_what_it_is(rank, size):
-    request = mpiad.mpi_irecv(np.ones((2, 3), "f4"), rank, 5)
+    request = mpiad.mpi_irecv(np.ones((2, 3), "f4"), rank, tag=5)
     assert repr(request) == f"<mpi_irecv of shape (2, 3), dtype float32, peer {rank}, tag 5: active>"
-    mpiad.mpi_send(np.ones((2, 3), "f4"), rank, 5)
+    mpiad.mpi_send(np.ones((2, 3), "f4"), rank, tag=5)
     mpiad.mpi_wait(request)
     assert repr(request).endswith(": done>")
+
+
+def test_the_methods_of_mpi4pys_requests():
+    request = mpiad.mpi_isend(1.0, None)
+    for name in ("Wait", "wait", "Test", "Cancel"):
+        with pytest.raises(
+            AttributeError, match=rf"no attribute '{name}'\. Complete it by y = mpi_wait\(request\), or .*mpi_waitall"
+        ):
+            getattr(request, name)()
+    with pytest.raises(TypeError, match="completed by mpi_wait or mpi_waitall.* to mpi4py"):
+        MPI.Request.Waitall([request])
+    assert mpiad.mpi_wait(request) == 1.0
 
 
 def test_waiting_twice():

@@ -307,7 +307,7 @@ def test_messages_on_a_communicator_that_is_first_used_in_the_trace(rank, size):
     comm = MPI.COMM_WORLD.Dup()
 
     def fun(x):
-        mpiad.mpi_barrier(comm)
+        mpiad.mpi_barrier(comm=comm)
         request = mpiad.mpi_isend(x**2, (rank + 1) % size, comm=comm)  # has the number that it took in the trace
         came = mpiad.mpi_recv(x, (rank - 1) % size, comm=comm)  # takes one where the function runs
         mpiad.mpi_wait(request)

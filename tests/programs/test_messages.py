@@ -529,9 +529,9 @@ def along_a_line(x):
 def sent_along_a_line(x):
     """The ranks send one after the other; the end of the line sends to nobody."""
     rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
-    received = mpiad.mpi_recv(x, rank - 1 if rank else MPI.PROC_NULL, 3)
+    received = mpiad.mpi_recv(x, rank - 1 if rank else MPI.PROC_NULL, tag=3)
     y = x * x + anp.cos(received)
-    return mpiad.mpi_send(y, rank + 1 if rank < size - 1 else MPI.PROC_NULL, 3) * y
+    return mpiad.mpi_send(y, rank + 1 if rank < size - 1 else MPI.PROC_NULL, tag=3) * y
 
 
 @each_place

@@ -65,7 +65,7 @@ class Agglomeration:
         with restoring_state(), suspended():
             # Empty blocks aren't sent. Sends come first, since they don't block.
             if self._leader != self._rank and block.size:
-                mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
+                mpi_send(copied(block), self._leader, tag=_TAG_GATHER, comm=self._comm)
             if self.box is None:
                 return None
             lead = block.shape[: block.ndim - len(self.box.low)]
@@ -75,7 +75,7 @@ class Agglomeration:
                 if member == self._rank:
                     whole[target] = block
                 elif whole[target].size:
-                    pending.append((target, mpi_irecv(whole[target], member, _TAG_GATHER, self._comm)))
+                    pending.append((target, mpi_irecv(whole[target], member, tag=_TAG_GATHER, comm=self._comm)))
             for target, request in pending:
                 whole[target] = mpi_wait(request)
             return whole
@@ -89,11 +89,11 @@ class Agglomeration:
         with restoring_state(), suspended():
             if self.box is None:
                 buffer = empty_like(block, block.shape[: block.ndim - len(own_box.low)] + own_box.shape)
-                return mpi_wait(mpi_irecv(buffer, self._leader, _TAG_SCATTER, self._comm))
+                return mpi_wait(mpi_irecv(buffer, self._leader, tag=_TAG_SCATTER, comm=self._comm))
             for member, box in self._members:
                 if member != self._rank:
                     part = merged[(..., *box.grown(1).within(self.box.grown(1)))]
-                    mpi_send(copied(part), member, _TAG_SCATTER, self._comm)
+                    mpi_send(copied(part), member, tag=_TAG_SCATTER, comm=self._comm)
             return merged[(..., *own_box.within(self.box.grown(1)))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+from mpi4py.MPI import IN_PLACE, Datatype
 
 from mpiad._typing import Array, Rank
 from mpiad.transport.devices.device_arrays import Spec, arrays_of, contiguous
@@ -66,7 +67,11 @@ def _advice(x: Array) -> str:
     if _is_masked(x):
         return "Send its data and its mask separately."
     if isinstance(x, (list, tuple)):
+        if any(isinstance(item, Datatype) for item in x):
+            return "Pass the array alone: its datatype and the number of its entries are known."
         return "Make it an array with autograd.numpy.array, or send its items one by one."
+    if x is IN_PLACE:
+        return "Pass the array itself: it isn't overwritten, and the result is returned."
     return "These functions don't send pickled objects; use the methods of mpi4py's communicators."
 
 
@@ -94,7 +99,7 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
         return Spec(like.shape, like.dtype, arrays)
     raise TypeError(
         f"{call}: {argument} gives the shape and dtype of the array to receive and must be {_ALLOWED}, "
-        f"but got {type(like).__name__} ({_shortened(like)})."
+        f"but got {type(like).__name__} ({_shortened(like)}).{' ' + _advice(like) if argument == 'x' else ''}"
     )
 
 

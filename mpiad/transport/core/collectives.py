@@ -194,10 +194,14 @@ def lengths_of_all(
     if (every[:, 0] < 0).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
-        shapes = channel.data.allgather(f"{shape} {dtype}")
-        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+        arrays = channel.data.allgather((shape, str(dtype)))
+        listed = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(arrays))
         free = "must be equal on all ranks" if axis is None else f"may differ along axis {axis} only"
-        raise agreed(channel, ValueError(f"{call}: shapes and dtypes {free}, but got {listed}."))
+        # Axes along which the ranks' arrays can be concatenated.
+        ndim = min(len(each) for each, _ in arrays)
+        others = [k for k in range(ndim) if len({(each[:k] + each[k + 1 :], dtype) for each, dtype in arrays}) == 1]
+        hint = f" Pass axis={others[0]} to concatenate arrays of different lengths." if others else ""
+        raise agreed(channel, ValueError(f"{call}: shapes and dtypes {free}, but got {listed}.{hint}"))
     return every[:, 0].tolist()
 
 

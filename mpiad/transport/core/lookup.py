@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Rank
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport.core.channels import FORKED, Channel, base, is_fork, set_base, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_revoked
@@ -137,6 +137,38 @@ def member(comm: Comm, call: str) -> Comm:
             "but an intracommunicator is expected. Merge it first: comm.Merge()."
         )
     return comm
+
+
+class Edge(NamedTuple):
+    """A neighbor in a process topology, and the direction on a grid in which the message travels; 0 in graphs."""
+
+    peer: Rank
+    direction: int
+
+
+class Edges(NamedTuple):
+    """The neighbors that send to this rank, and those that receive from it, in MPI's order."""
+
+    sources: list[Edge]
+    destinations: list[Edge]
+
+
+def edges_of(comm: Comm, call: str) -> Edges:
+    """Return the edges of a communicator's topology; raise a CommunicatorError if it has none."""
+    group = member(comm, call)
+    if not isinstance(group, MPI.Topocomm):
+        raise CommunicatorError(
+            f"{call}: comm must have a process topology, but got {type(group).__name__}. Pass comm=, a communicator of "
+            "comm.Create_cart, comm.Create_dist_graph or comm.Create_dist_graph_adjacent."
+        )
+    on_grid = isinstance(group, MPI.Cartcomm)
+    sources, destinations = group.inoutedges
+    # A message from the neighbor in direction k travels in the opposite direction, k ^ 1. On periodic axes of one or two
+    # ranks, both neighbors are the same rank, and only the direction tells their messages apart.
+    return Edges(
+        [Edge(peer, k ^ 1 if on_grid else 0) for k, peer in enumerate(sources)],
+        [Edge(peer, k if on_grid else 0) for k, peer in enumerate(destinations)],
+    )
 
 
 def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:

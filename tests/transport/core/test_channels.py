@@ -51,7 +51,7 @@ def test_product_over_part_of_the_ranks(rngs, parity, rank, size):
     xs = [np.where(rng.uniform(size=4) < 0.3, 0, x) for rng, x in zip(rngs, arrays(rngs, (4,)))]
     program = reference.reduction("PROD", [(4,)] * len(group))
     own, own_rngs = [xs[r] for r in group], [rngs[r] for r in group]
-    check(lambda x: mpiad.mpi_allreduce(x, MPI.PROD, parity), program, own, own_rngs, parity)
+    check(lambda x: mpiad.mpi_allreduce(x, MPI.PROD, comm=parity), program, own, own_rngs, parity)
 
 
 def test_only_some_ranks_call(rngs, parity, rank, size):
@@ -59,7 +59,7 @@ def test_only_some_ranks_call(rngs, parity, rank, size):
     own_rngs = [rngs[r] for r in next(group for group in parities(size) if rank in group)]
     if rank % 2 == 0:
         xs = arrays(own_rngs, (3,))
-        check(lambda x: mpiad.mpi_scan(x, parity), reference.scan([(3,)] * len(xs)), xs, own_rngs, parity)
+        check(lambda x: mpiad.mpi_scan(x, comm=parity), reference.scan([(3,)] * len(xs)), xs, own_rngs, parity)
 
 
 def test_two_communicators_and_the_world_interleaved(rngs, parity, rank, size):
@@ -145,7 +145,7 @@ def test_freed_communicators_leave_nothing_behind():
     """More than MPI has numbers for: MPICH ends after about 2,000."""
     for _ in range(800):
         comm = MPI.COMM_SELF.Dup()
-        mpiad.mpi_exscan(1.0, comm)
+        mpiad.mpi_exscan(1.0, comm=comm)
         comm.Free()
 
 
@@ -167,9 +167,9 @@ def test_a_message_left_on_a_freed_communicator_is_not_received_on_the_next(rank
     for value in (111.0, 222.0):
         sub = MPI.COMM_WORLD.Split(0, rank)
         mpiad.mpi_init(sub)
-        mpiad.mpi_send(np.full(2, value), (rank + 1) % size, 3, sub)
+        mpiad.mpi_send(np.full(2, value), (rank + 1) % size, tag=3, comm=sub)
         if value == 222.0:
-            np.testing.assert_array_equal(mpiad.mpi_recv(np.ones(2), (rank - 1) % size, 3, sub), [222.0, 222.0])
+            np.testing.assert_array_equal(mpiad.mpi_recv(np.ones(2), (rank - 1) % size, tag=3, comm=sub), [222.0, 222.0])
         sub.Free()
 
 
@@ -256,7 +256,7 @@ def test_a_sum_that_one_rank_has_started_does_not_meet_later_ones(rank, size, fr
 
     def interrupted(x):
         if rank == 0:
-            mpiad.mpi_iallreduce(x, comm)
+            mpiad.mpi_iallreduce(x, comm=comm)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -269,7 +269,7 @@ def test_a_sum_that_one_rank_has_started_does_not_meet_later_ones(rank, size, fr
     for _ in range(3):
         later = WORLD.Split(rank == 0, -rank)
         mine = np.full(3, float(rank))
-        total = mpiad.mpi_wait(mpiad.mpi_iallreduce(mine, later))
+        total = mpiad.mpi_wait(mpiad.mpi_iallreduce(mine, comm=later))
         np.testing.assert_array_equal(total, np.full(3, 0.0 if rank == 0 else size * (size - 1) / 2))
         later.Free()
     if not freed:
@@ -311,9 +311,9 @@ def test_threads_send_on_one_communicator(rank, size):
 
     def run(tag):
         for k in range(count):
-            mpiad.mpi_send(np.full(20_000, 1000.0 * tag + k), right, tag)  # too long to be sent at once
+            mpiad.mpi_send(np.full(20_000, 1000.0 * tag + k), right, tag=tag)  # too long to be sent at once
         for k in range(count):
-            got = mpiad.mpi_recv(np.empty(20_000), left, tag)
+            got = mpiad.mpi_recv(np.empty(20_000), left, tag=tag)
             wrong.extend(got[got != 1000 * tag + k])
 
     threads = [threading.Thread(target=run, args=(tag,)) for tag in (1, 2, 3)]

@@ -29,13 +29,13 @@ def test_messages_overtake_each_other_at_their_receiver(way):
     lengths = [61, 2, 80, 4, 33]
     with travelling(way):
         posted = [
-            mpiad.mpi_irecv(on_device(np.zeros(length)) if k % 2 else np.zeros(length), LEFT, int(k == 2))
+            mpiad.mpi_irecv(on_device(np.zeros(length)) if k % 2 else np.zeros(length), LEFT, tag=int(k == 2))
             for k, length in enumerate(lengths)
         ]
         sent = []
         for k in (2, 0, 1, 3, 4):
             x = values(k, length=lengths[k])
-            sent.append(mpiad.mpi_isend(x if k == 3 else on_device(x), RIGHT, int(k == 2)))
+            sent.append(mpiad.mpi_isend(x if k == 3 else on_device(x), RIGHT, tag=int(k == 2)))
         mpiad.mpi_barrier()
         for k in (4, 1, 0, 3, 2) if WORLD.rank % 2 else (2, 3, 4, 0, 1):
             came = mpiad.mpi_wait(posted[k])
@@ -48,8 +48,8 @@ def test_the_array_of_one_end_may_be_copied():
     with travelling(DeviceSettings(WORLD.rank % 2 == 1)):
         x = on_device(values(0))
         swapped = mpiad.mpi_exchange(x, RIGHT, LEFT)
-        mpiad.mpi_send(x, LEFT, 1)
-        came = mpiad.mpi_recv(x, MPI.ANY_SOURCE, 1)
+        mpiad.mpi_send(x, LEFT, tag=1)
+        came = mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=1)
     np.testing.assert_array_equal(on_host(swapped), values(0, LEFT))
     np.testing.assert_array_equal(on_host(came), values(0, RIGHT))
 
@@ -133,7 +133,7 @@ def test_messages_that_nobody_takes_are_dropped_at_a_reset(rank):
         if rank == 1:
             came = mpiad.mpi_recv(on_device(values(1)), 0, comm=comm)
             np.testing.assert_array_equal(on_host(came), values(1, 0))
-    mpiad.mpi_barrier(comm)
+    mpiad.mpi_barrier(comm=comm)
     comm.Free()
 
 

@@ -131,7 +131,7 @@ def program(x, rank, size):
     mpiad.mpi_send(x, right)
     request = mpiad.mpi_iallreduce(x)
     y = mpiad.mpi_recv(x, left) * mpiad.mpi_exchange(x, left, right)
-    going, coming = mpiad.mpi_isend(y, left, 2), mpiad.mpi_irecv(y, right, 2)
+    going, coming = mpiad.mpi_isend(y, left, tag=2), mpiad.mpi_irecv(y, right, tag=2)
     mpiad.mpi_barrier()
     z = mpiad.mpi_wait(coming) + mpiad.mpi_wait(going) + mpiad.mpi_wait(request)
     return mpiad.device.to_host(np.sum(mpiad.mpi_bcast(mpiad.mpi_allreduce(z), size - 1)))
@@ -161,7 +161,7 @@ def test_an_exception_leaves_nothing_lent(rank, size):
 
     def interrupted(x):
         mpiad.mpi_send(x, (rank + 1) % size, comm=comm)
-        mpiad.mpi_irecv(x, (rank - 1) % size, 7, comm)
+        mpiad.mpi_irecv(x, (rank - 1) % size, tag=7, comm=comm)
         raise KeyError("interrupted")
 
     with travelling("staged"):

@@ -33,6 +33,8 @@ STATEMENTS = {
     "mpiad.mpi_alltoall(np.ones(size), [1] * size)": ALL,
     "mpiad.mpi_scan(x)": ALL,
     "mpiad.mpi_exscan(x)": ALL,
+    "mpiad.mpi_neighbor_allgather(x, comm=ring)": ALL,
+    "mpiad.mpi_neighbor_alltoall(np.ones(2), comm=ring)": ALL,
     "mpiad.mpi_send(x, after); y = mpiad.mpi_recv(x, before)": NONE,
     "y = mpiad.mpi_send(x, after); mpiad.mpi_recv(x, before)": ALL,
     "y = mpiad.mpi_send(x, after); mpiad.mpi_recv(like=x, source=before)": ALL,
@@ -89,6 +91,7 @@ def names(rank, size):
         "mpiad": mpiad, "MPI": MPI, "np": np, "anp": anp, "rank": rank, "size": size, "x": np.ones(3) * rank,
         "domain": domain, "u": np.ones(domain.local_shape), "after": (rank + 1) % size, "before": (rank - 1) % size,
         "ghosts": mpiad.GhostExchange(np.arange(3 * size), (3 * rank, 3 * rank + 3)),
+        "ring": MPI.COMM_WORLD.Create_cart([size], [True]),
         "fft": mpiad.fft.DistributedFFT((16, 16)),
     }  # fmt: skip
 

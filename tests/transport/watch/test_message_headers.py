@@ -27,16 +27,16 @@ def neighbours(rank: int, size: int) -> tuple[int, int]:
 @pytest.mark.parametrize("source", ["named", "any"])
 def test_both_lines_are_named(sent: Any, like: Any, source: str, neighbours: tuple[int, int]) -> None:
     right, left = neighbours
-    mpiad.mpi_send(sent, right, 4)
+    mpiad.mpi_send(sent, right, tag=4)
     with pytest.raises(MessageMismatchError, match="Give a template") as caught:
-        mpiad.mpi_recv(like, left if source == "named" else MPI.ANY_SOURCE, 4)
+        mpiad.mpi_recv(like, left if source == "named" else MPI.ANY_SOURCE, tag=4)
     text = str(caught.value)
     assert f"shape {np.shape(sent)}, dtype {np.result_type(sent)}" in text and f"shape {np.shape(like)}" in text
     assert "sent by mpi_send at test_message_headers.py:" in text
     assert "received by mpi_recv at test_message_headers.py:" in text
     mpiad.mpi_barrier()
-    mpiad.mpi_send(1.0, right, 4)
-    assert mpiad.mpi_recv(0.0, left, 4) == 1.0
+    mpiad.mpi_send(1.0, right, tag=4)
+    assert mpiad.mpi_recv(0.0, left, tag=4) == 1.0
 
 
 def test_exchange_and_requests(neighbours: tuple[int, int]) -> None:

@@ -1,0 +1,618 @@
+"""Functions of shared libraries, in Fortran or C, as operators with derivatives.
+
+A function is described by its arguments, in its own order: numbers by value, arrays and numbers by reference, and a
+communicator. An integer argument whose name is the length of an axis of an input is taken from the array. The call is one
+node of the tape, as for every custom operator. The outputs are consecutive parts of one new array, the result of the node;
+so a call copies nothing. An adjoint or a tangent is a function of a library as well, described by the names of the
+function's arguments and by their cotangents or tangents; it may have derivatives of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Comm, Shape
+from mpiad.primitives.cotangents import conformed, spec_like
+from mpiad.primitives.custom_operator import CustomOperator, InPlace
+from mpiad.primitives.operation import apply, recorded_call
+from mpiad.transport import Spec, member
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import communications
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.shared_library import SharedLibrary, communicator_argument, in_progress
+
+_LENGTH = re.compile(r"([^\W\d]\w*)(?:\s*([+-]\s*\d+))?|(\d+)")
+
+
+class _Length(NamedTuple):
+    """The length of an axis: an integer argument plus a constant, or the constant alone."""
+
+    name: str | None
+    offset: int
+
+    @classmethod
+    def of(cls, text: int | str) -> _Length:
+        match = _LENGTH.fullmatch(str(text).strip())
+        if match is None:
+            raise ValueError(f"The length of an axis must be an integer, a name, or 'name + integer', but got {text!r}.")
+        return cls(match[1], int((match[2] or match[3] or "0").replace(" ", "")))
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        return self.offset + (0 if self.name is None else sizes[self.name])
+
+
+class Argument:
+    """An argument of a function of a library: an array, or without lengths a number.
+
+    Parameters
+    ----------
+    *shape : int or str
+        The length of each axis: an integer, the name of an integer argument, or its sum with an integer, as in
+        ``Input("ny", "nx + 2")``. A number has no axes.
+    dtype : str
+    order : str
+        "C" or "F". A Fortran array ``u(nx, ny)`` is ``Input("nx", "ny", order="F")``, or in the order of C
+        ``Input("ny", "nx")``, which compiled programs pass without a copy.
+    overwritten : bool
+        Whether the function overwrites an input that isn't a result; it then gets a copy.
+    """
+
+    reads = writes = by_value = False
+
+    def __init__(
+        self, *shape: int | str, dtype: str = "float64", order: Literal["C", "F"] = "C", overwritten: bool = False
+    ):
+        if order not in ("C", "F"):
+            raise ValueError(f'order must be "C" or "F", but got {order!r}.')
+        self.order: Literal["C", "F"] = order
+        self.shape, self.dtype, self.overwritten = shape, np.dtype(dtype), overwritten
+        self.lengths = [_Length.of(length) for length in shape]
+
+    def turned(self, kind: type[Argument], overwritten: bool = False) -> Argument:
+        """Return an argument of another kind with the same shape, dtype and order."""
+        return kind(*self.shape, dtype=self.dtype.str, order=self.order, overwritten=overwritten)
+
+    @property
+    def c_type(self) -> Any:
+        """The type of the argument in `ctypes`."""
+        return np.ctypeslib.as_ctypes_type(self.dtype) if self.by_value else ctypes.c_void_p
+
+    def is_passed(self, x: Any) -> bool:
+        """Return whether an array is passed without a copy."""
+        if type(x) is not np.ndarray or x.dtype != self.dtype:
+            return False
+        flags = x.flags
+        return (flags.c_contiguous if self.order == "C" else flags.f_contiguous) and flags.aligned
+
+    def accepts(self, x: Any) -> bool:
+        """Return whether an array has the dtype and the layout, or a number can be converted."""
+        if type(x) is np.ndarray:
+            return x.ndim == len(self.shape) and self.is_passed(x)
+        if isinstance(x, (bool, int, float, complex, np.generic)):
+            kinds = [_KINDS.get(np.result_type(x).kind, 9), _KINDS[self.dtype.kind]]
+            return not self.shape and kinds[0] <= kinds[1]
+        # An array of a compiled program, which has no layout of its own.
+        traced = hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(type(x), "__cuda_array_interface__")
+        return traced and not isinstance(x, np.ndarray) and x.dtype == self.dtype and len(x.shape) == len(self.shape)
+
+    def __str__(self) -> str:
+        if not self.shape:
+            return f"a {self.dtype.name} number"
+        return f"a contiguous {self.dtype.name} array of shape ({', '.join(map(str, self.shape))}) in {self.order} order"
+
+
+_KINDS = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
+
+
+class Input(Argument):
+    """An array that the function reads, or a number that it reads by reference; see `Argument`."""
+
+    reads = True
+
+
+class Output(Argument):
+    """An array that the function writes, or a number that it writes by reference; see `Argument`."""
+
+    writes = True
+
+
+class InOut(Argument):
+    """An array that the function changes: it gets a copy of the input, which is a result; see `Argument`."""
+
+    reads = writes = True
+
+
+class Value(Argument):
+    """A real or integer number that is passed by value.
+
+    Parameters
+    ----------
+    dtype : str
+    """
+
+    reads = by_value = True
+
+    def __init__(self, dtype: str = "float64"):
+        super().__init__(dtype=dtype)
+        if self.dtype.kind not in "fiu":
+            raise ValueError(f"A number that is passed by value must be real or an integer, but got {dtype!r}.")
+
+
+class Communicator(Argument):
+    """The communicator of a function of a library.
+
+    Parameters
+    ----------
+    language : str
+        "Fortran" for its integer, "C" for an ``MPI_Comm``.
+    by_value : bool
+        False for Fortran's arguments without ``value``.
+    """
+
+    def __init__(self, language: str = "Fortran", by_value: bool = True):
+        super().__init__(dtype="int32")
+        if language not in ("Fortran", "C"):
+            raise ValueError(f'language must be "Fortran" or "C", but got {language!r}.')
+        self.language, self.by_value = language, by_value
+
+
+class Cotangent(NamedTuple):
+    """The cotangent of an argument, among the arguments of an adjoint, which reads those of outputs and writes the others.
+
+    Parameters
+    ----------
+    name : str
+        An argument of the differentiated function. The cotangents of inputs are zero before the call.
+    overwritten : bool
+        Whether the adjoint overwrites the cotangent of an output; it then gets a copy.
+    """
+
+    name: str
+    overwritten: bool = False
+
+
+class Tangent(NamedTuple):
+    """The tangent of an argument, among the arguments of a tangent, which reads those of inputs and writes the others.
+
+    Parameters
+    ----------
+    name : str
+        An argument of the differentiated function.
+    overwritten : bool
+        Whether the function overwrites the tangent of an input; it then gets a copy.
+    """
+
+    name: str
+    overwritten: bool = False
+
+
+class _Part(NamedTuple):
+    """An output: its place among the arguments, and the part of the result."""
+
+    name: str
+    place: int
+    order: Literal["C", "F"]
+    shape: Shape
+    start: int
+    stop: int
+
+
+class _Layout(NamedTuple):
+    """All that the shapes and the integers among the arguments determine."""
+
+    sizes: dict[str, int]
+    values: list[Any]  # the arguments of the call, as far as they are known
+    parts: list[_Part]
+    result: Spec
+    kept: list[np.ndarray]  # integers that are passed by reference
+
+
+class LibraryFunction(CustomOperator):
+    """A function of a shared library, as an operator; made by `Library.function`.
+
+    It takes the inputs in the function's order, by position or name, without the integers that are lengths of inputs. It
+    returns the output, or a tuple of several outputs. `adjoint` and `tangent` define derivatives in a library, and for a
+    function with one output, `defvjp`, `defjvp` and their variants define derivatives in Python, for example by JAX.
+    """
+
+    fixes_spec = True
+
+    def __init__(
+        self, library: SharedLibrary, symbol: str, arguments: Mapping[str, Argument], comm: Comm, is_adjoint: bool = False
+    ):
+        super().__init__(library.symbol(symbol))
+        self.arguments, self._library, self._comm = dict(arguments), library, member(comm, symbol)
+        self.is_adjoint = is_adjoint
+        items = self.arguments.items()
+        lengths = {length.name for _, a in items for length in a.lengths if length.name is not None}
+        read = {length.name for _, a in items if a.reads for length in a.lengths}
+        integers = {name for name, a in items if a.reads and not a.shape and a.dtype.kind in "iu"}
+        self._inferred = integers & read
+        self._names = [name for name, a in items if a.reads and name not in self._inferred]
+        self._outputs = [name for name, a in items if a.writes]
+        places = {name: k for k, name in enumerate(self.arguments)}
+        self._inputs = [(k, places[name], self.arguments[name]) for k, name in enumerate(self._names)]
+        self._arrays = [k for k, _, a in self._inputs if a.shape]
+        self._integers = [k for k, name in enumerate(self._names) if name in integers & lengths]
+        if lengths - integers:
+            raise ValueError(f"{symbol}: the lengths {sorted(lengths - integers)} aren't integers among the arguments.")
+        if len({self.arguments[name].dtype for name in self._outputs}) != 1:
+            raise ValueError(f"{symbol}: a function must have at least one output, and all outputs the same dtype.")
+        self._template: list[Any] = [None] * len(self.arguments)
+        for place, argument in enumerate(self.arguments.values()):
+            if isinstance(argument, Communicator):
+                self._template[place] = communicator_argument(self._comm, argument.language, argument.by_value)
+        self._text = f"{symbol} of {library.path}"
+        self.fun.restype = None
+        self.fun.argtypes = [a.c_type if x is None else type(x) for x, (_, a) in zip(self._template, items)]
+        self._layouts: dict[tuple, _Layout] = {}
+        self._packed = CustomOperator(partial(_call_packed))
+        self._packed.__name__, self._packed.in_place = self.__name__, _IN_PLACE
+
+    def _call(self, *values: Any) -> None:
+        in_progress.text = self._text
+        self.fun(*values)
+        in_progress.text = None
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}({', '.join(self._names)}) of {self._library.path}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments, call the function, and record the call on the current tape and the enclosing tapes."""
+        if kwargs:
+            named = dict(zip(self._names, args)) | kwargs
+            args = tuple(named[name] for name in self._names if name in named) if len(named) == len(self._names) else ()
+        if len(args) != len(self._names):
+            raise TypeError(f"{self.__name__} takes the arguments ({', '.join(self._names)}), and each of them once.")
+        for x, (k, _, argument) in zip(args, self._inputs):
+            if not argument.accepts(getval(x)):
+                self._refuse(self._names[k], argument, getval(x))
+        result = self._recorded(args)
+        return result if len(self._outputs) == 1 else tuple(self._parts(result, self._layout(args)).values())
+
+    def _refuse(self, name: str, argument: Argument, x: Any) -> None:
+        got, advice = f"{type(x).__name__} {x!r:.40}", ""
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            got = f"{x.dtype} of shape {x.shape}" + (f" with strides {x.strides}" if isinstance(x, np.ndarray) else "")
+            if x.dtype == argument.dtype and len(x.shape) == len(argument.shape):
+                advice = f" Pass np.{'ascontiguousarray' if argument.order == 'C' else 'asfortranarray'}({name})."
+        raise TypeError(f"{self.__name__}: {name} must be {argument}, but got {got}.{advice}")
+
+    def _recorded(self, args: tuple) -> Array:
+        next(communications)
+        return apply(self, tracing.tape, args, {})
+
+    def _parts(self, result: Array, layout: _Layout) -> dict[str, Array]:
+        """Return the outputs, or their cotangents, by name."""
+        if len(layout.parts) == 1:
+            return {self._outputs[0]: result}
+        outputs = {}
+        for part in layout.parts:
+            array = result[part.start : part.stop] if part.shape else result[part.start]
+            if len(part.shape) > 1:
+                array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
+            outputs[part.name] = array
+        return outputs
+
+    def _joined(self, parts: Mapping[str, Array]) -> Array:
+        """Return the transpose of `_parts`."""
+        if len(self._outputs) == 1:
+            return parts[self._outputs[0]]
+        turned = [parts[name].T if self.arguments[name].order == "F" else parts[name] for name in self._outputs]
+        return anp.concatenate([anp.ravel(part) for part in turned])
+
+    def _layout(self, args: tuple) -> _Layout:
+        key = tuple([args[k].shape for k in self._arrays] + [args[k] for k in self._integers])
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._new_layout(args)
+        return layout
+
+    def _new_layout(self, args: tuple) -> _Layout:
+        member(self._comm, self.__name__)  # it may have been freed
+        sizes = {self._names[k]: int(args[k]) for k in self._integers}
+        sources = dict.fromkeys(sizes, "")
+        for k in self._arrays:
+            name = self._names[k]
+            for axis, (length, n) in enumerate(zip(self.arguments[name].lengths, args[k].shape)):
+                if length.name is not None and length.name not in sizes:
+                    sizes[length.name], sources[length.name] = n - length.offset, f" from {name}"
+                if length.value(sizes) != n:
+                    source = sources.get(length.name or "", "")
+                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{source}"
+                    raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
+        values, parts, start = self._template.copy(), [], 0
+        for place, (name, argument) in enumerate(self.arguments.items()):
+            if name in self._inferred:
+                values[place] = sizes[name] if argument.by_value else np.array(sizes[name], argument.dtype)
+            if argument.writes:
+                shape = tuple([length.value(sizes) for length in argument.lengths])
+                parts.append(_Part(name, place, argument.order, shape, start, start + prod(shape)))
+                start += prod(shape)
+        kept = [value for value in values if isinstance(value, np.ndarray)]
+        values = [_address(value) if isinstance(value, np.ndarray) else value for value in values]
+        shape = parts[0].shape if len(parts) == 1 else (start,)
+        return _Layout(sizes, values, parts, Spec(shape, self.arguments[parts[0].name].dtype), kept)
+
+    def run(self, args: tuple, params: dict[str, object]) -> Any:
+        """Return the result for plain arrays, or record the call in a compiled program."""
+        recorder = tracing.recorder
+        if recorder is None:
+            return self.body(args, params)
+        layout = self._layout(args)
+        packing = _Packing.of(self, layout, args)
+        if packing is None:
+            return recorder.operate(self, args, params)
+        packed = anp.concatenate([anp.ravel(args[k]) for k, _, _ in packing.inputs])
+        return anp.reshape(recorder.operate(self._packed, (packed, packing), {}), layout.result.shape)
+
+    def abstract(self, args: tuple, params: dict[str, object]) -> Any:
+        """Return the `Spec` of the result."""
+        return self._layout(args).result
+
+    def body(self, args: tuple, kwargs: dict) -> Any:
+        """Call the function with plain arrays, as one node."""
+        layout = self._layout(args)
+        values, parts, copies = layout.values.copy(), layout.parts, []
+        out = (np.zeros if self.is_adjoint else np.empty)(
+            layout.result.shape, layout.result.dtype, parts[0].order if len(parts) == 1 else "C"
+        )
+        start, itemsize = _address(out), out.itemsize
+        for part in parts:
+            values[part.place] = start + part.start * itemsize
+        for k, place, argument in self._inputs:
+            x = args[k]
+            if argument.by_value:
+                values[place] = x.item() if isinstance(x, np.generic) else x
+            elif argument.writes:
+                part = parts[self._outputs.index(self._names[k])]
+                np.copyto(
+                    out.reshape(-1, order=argument.order)[part.start : part.stop].reshape(part.shape, order=argument.order),
+                    x,
+                )
+            else:
+                if argument.overwritten or not argument.is_passed(x):
+                    x = np.array(x, argument.dtype, order=argument.order)
+                    copies.append(x)
+                values[place] = _address(x)
+        if calls.is_noting():
+            recorded_call(calls.begin, (self.__name__, args[0] if args else None, None), self._call, *values)
+        else:
+            self._call(*values)
+        return out if layout.result.shape else out[()]
+
+    def adjoint(self, symbol: str, *arguments: str | Cotangent, library: Library | None = None) -> LibraryFunction:
+        """Define the adjoint of this function: the transposed Jacobian times the cotangents of the outputs.
+
+        Parameters
+        ----------
+        symbol : str
+            The name of the adjoint in its library.
+        *arguments : str or Cotangent
+            The arguments of the adjoint, in its order. The name of an argument stands for its value, or for the result if
+            it is an output; it is passed in the same way as to this function. A `Cotangent` is passed by its address.
+            There must be one for each output; inputs without one have no derivative.
+        library : Library, optional
+            The library of the adjoint; by default that of this function.
+
+        Returns
+        -------
+        LibraryFunction
+            The adjoint, whose own derivatives may be defined.
+
+        Raises
+        ------
+        ValueError
+            If the library has no such function, or an argument doesn't belong to this function.
+
+        Ranks
+        -----
+        All ranks that call this function call the adjoint, which is the transpose over all of them.
+        """
+        function = self._derivative(symbol, arguments, Cotangent, library)
+        keys = {name: _key(Cotangent(name)) for name in self.arguments}
+
+        def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
+            layout = self._layout(args)
+            values = self._values(function, layout, args, ans)
+
+            def vjp(g: Array) -> list[Array | None]:
+                given = values | {keys[name]: part for name, part in self._parts(g, layout).items()}
+                inputs = tuple([given[name] for name in function._names])
+                cotangents = function._parts(function._recorded(inputs), function._layout(inputs))
+                return [cotangents.get(keys[name]) for name in self._names]
+
+            return vjp
+
+        self.backward = backward
+        return function
+
+    def tangent(self, symbol: str, *arguments: str | Tangent, library: Library | None = None) -> LibraryFunction:
+        """Define the tangent of this function: the Jacobian times the tangents of the inputs.
+
+        Parameters
+        ----------
+        symbol, *arguments, library
+            As in `adjoint`, with a `Tangent` for each differentiated input and each output.
+
+        Returns
+        -------
+        LibraryFunction
+            The tangent, whose own derivatives may be defined.
+        """
+        function = self._derivative(symbol, arguments, Tangent, library)
+
+        def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+            given = self._values(function, self._layout(args), args, ans)
+            given |= {
+                _key(Tangent(name)): conformed(tangents.get(k), spec_like(args[k])) for k, name in enumerate(self._names)
+            }
+            inputs = tuple([given[name] for name in function._names])
+            parts = function._parts(function._recorded(inputs), function._layout(inputs))
+            return self._joined({name: parts[_key(Tangent(name))] for name in self._outputs})
+
+        self.forward = forward
+        return function
+
+    def _derivative(
+        self, symbol: str, arguments: Sequence[Any], marker: type[Cotangent | Tangent], library: Library | None
+    ) -> LibraryFunction:
+        described: dict[str, Argument] = {}
+        kind = marker.__name__
+        for each in arguments:
+            name = getattr(each, "name", each)
+            if name not in self.arguments or not isinstance(each, (str, marker)):
+                names = ", ".join(self.arguments)
+                raise ValueError(f"{symbol}: expected an argument among {names}, or its {kind}, but got {each!r}.")
+            argument = self.arguments[name]
+            if isinstance(each, str):
+                described[name] = argument.turned(Input) if argument.writes else argument
+                continue
+            reads, writes = argument.reads, argument.writes
+            if marker is Cotangent:
+                reads, writes = writes, reads
+            role = InOut if reads and writes else Input if reads else Output
+            described[_key(each)] = argument.turned(role, each.overwritten)
+        missing = [name for name in self._outputs if _key(marker(name)) not in described]
+        if missing:
+            raise ValueError(
+                f"{symbol}: the arguments must contain the {kind} of each output; {', '.join(missing)} has none."
+            )
+        source = library if library is not None else self._library
+        return LibraryFunction(source, symbol, described, self._comm, marker is Cotangent)
+
+    def _values(self, derivative: LibraryFunction, layout: _Layout, args: tuple, ans: Array) -> dict[str, Any]:
+        """Return the values that a derivative asks for by name; only these are kept."""
+        values = layout.sizes | self._parts(ans, layout) | dict(zip(self._names, args))
+        return {name: values[name] for name in derivative._names if name in values}
+
+
+class _Packing(NamedTuple):
+    """The arguments of a call in a compiled program: a buffer of all inputs, followed by the result.
+
+    Loops write the inputs into the buffer, so the addresses of all arguments are fixed.
+    """
+
+    function: LibraryFunction
+    values: tuple[Any, ...]  # constant arguments
+    inputs: tuple[tuple[int, int, int], ...]  # argument of the operator, place in the call, begin in the buffer
+    begin: int  # of the result
+    parts: tuple[_Part, ...]
+    size: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, function: LibraryFunction, layout: _Layout, args: tuple) -> _Packing | None:
+        """Return the packing of a call, None if its arrays are large or differ in dtype or order."""
+        values, inputs, start = layout.values.copy(), [], 0
+        shape, dtype = layout.result.shape, layout.result.dtype
+        for k, place, argument in function._inputs:
+            x = args[k]
+            if argument.by_value and isinstance(x, (int, float)):
+                values[place] = x
+                continue
+            is_changed = argument.overwritten or argument.writes
+            if is_changed or argument.order == "F" or argument.dtype != dtype or not hasattr(x, "shape"):
+                return None
+            inputs.append((k, place, start))
+            start += prod(x.shape)
+        size = start + prod(shape)
+        ordered = all(part.order == "C" for part in layout.parts)
+        if not inputs or not ordered or dtype.kind != "f" or size * dtype.itemsize > _PACKED_BYTES:
+            return None
+        return cls(function, tuple(values), tuple(inputs), start, tuple(layout.parts), size, dtype)
+
+    def prepared(self, buffer: np.ndarray) -> Callable[[], Iterator[None]]:
+        """Return a function that calls the library's function with the arguments in a buffer; see `InPlace.prepared`."""
+        values, start, itemsize = list(self.values), _address(buffer), buffer.itemsize
+        arguments = list(self.function.arguments.values())
+        places = [(place, begin) for _, place, begin in self.inputs]
+        for place, begin in [*places, *[(part.place, self.begin + part.start) for part in self.parts]]:
+            address, kind = start + begin * itemsize, arguments[place].c_type
+            # A number that is passed by value is read from the buffer in each call.
+            values[place] = kind.from_address(address) if arguments[place].by_value else kind(address)
+        call, result, is_zeroed = self.function._call, buffer[self.begin :], self.function.is_adjoint
+
+        def run() -> Iterator[None]:
+            if is_zeroed:
+                result.fill(0)
+            call(*values)
+            return iter(())
+
+        return run
+
+
+def _run_packed(buffer: np.ndarray, packing: _Packing) -> None:
+    packing.prepared(buffer)()
+
+
+def _call_packed(packed: np.ndarray, packing: _Packing) -> np.ndarray:
+    buffer = np.concatenate([packed, np.empty(packing.size - packing.begin, packing.dtype)])
+    _run_packed(buffer, packing)
+    return buffer[packing.begin :].copy()
+
+
+_PACKED_BYTES = 1 << 16
+_IN_PLACE = InPlace(
+    shape=lambda packing: (packing.size,),
+    made=lambda packing: (packing.size - packing.begin,),
+    given=lambda packing: (0,),
+    result=lambda packing: (packing.begin,),
+    run=_run_packed,
+    prepared=lambda buffer, packing: packing.prepared(buffer),
+    still=lambda packing: None,
+    constant=lambda packing: False,
+    changes_given=False,
+)
+
+
+class Library(SharedLibrary):
+    """A shared library; made by `library`."""
+
+    def function(self, symbol: str, /, *, communicator: Comm = None, **arguments: Argument) -> LibraryFunction:
+        """Describe a function of the library.
+
+        Parameters
+        ----------
+        symbol : str
+            Its name in the library; compilers append an underscore to the names of Fortran routines without ``bind(C)``.
+        communicator : mpi4py intracommunicator, optional
+            The communicator that is passed for an argument `Communicator`; by default the world.
+        **arguments : Argument
+            The arguments by name, in the order of the function: `Input`, `Output`, `InOut`, `Value` or `Communicator`. An
+            integer whose name is a length of an input is taken from the shape of the array. The value that the function
+            returns isn't used.
+
+        Returns
+        -------
+        LibraryFunction
+
+        Raises
+        ------
+        ValueError
+            If the library has no such function, a length isn't an integer argument, or outputs differ in dtype.
+        """
+        return LibraryFunction(self, symbol, arguments, communicator)
+
+
+def _key(derivative: Cotangent | Tangent) -> str:
+    return f"{type(derivative).__name__} of {derivative.name}"
+
+
+# The place of the address of the entries in an array object, which NumPy's C interface fixes. `x.ctypes.data` takes ten
+# times as long.
+_DATA = object.__basicsize__
+_pointer = ctypes.c_void_p.from_address
+
+
+def _address(x: np.ndarray) -> int:
+    return _pointer(id(x) + _DATA).value or 0
