@@ -430,7 +430,7 @@ def propagate(kernel: Kernel, lane: ForwardLane, step: Step, j: int, du: Vector)
     # In this step the last stage's tangent is needed only for states inside the step.
     dnew, last = state(spec), spec.stages - (not spec.inside)
     dk = [state(spec) for _ in range(last + 1)]
-    tangents(kernel, step, j, du, dnew, dk, 0, last)
+    tangents(kernel, step, f"df{j}", du, dnew, dk, 0, last)
     for c in spec.components:
         lane.dnew[j, c] = dnew[c]
         if spec.inside:

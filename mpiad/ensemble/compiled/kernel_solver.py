@@ -76,7 +76,7 @@ class Solver:
             if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
                 return codes  # the adjoint will be computed by arrays
             timed, acts = isbox(inputs.start) or isbox(inputs.end), self.settings.acting is not None
-            spec, places = self.reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
+            spec, places = self.derivative_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
             codes.append(kernel_code("reverse", self.traced, spec, places))
         return codes
 
@@ -146,10 +146,10 @@ class Solver:
             part.spec = self.spec
             yield rows, part
 
-    def reverse_spec(
+    def derivative_spec(
         self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
     ) -> tuple[KernelSpec, tuple[int, ...]]:
-        """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""
+        """Return the spec of a reverse or a tangent kernel, and its parameters in the order of the kernel's arguments."""
         varying, shared = (
             [j for part in wanted if part.varies == varies for j in part.scalars] for varies in (True, False)
         )

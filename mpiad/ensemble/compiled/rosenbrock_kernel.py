@@ -428,7 +428,17 @@ def rosenbrock_stages(kernel: Kernel, step: Step) -> None:
 @inlined
 def right_hand_side(spec: KernelSpec, matrix: Matrix, k: Sequence[Vector], i: int) -> None:
     """Add Σ C_ij k_j + d_i h ∂f/∂t, as in `RosenbrockTableau`, to f at the argument of stage i."""
-    coupled, slope = spec.rosenbrock.coupling[i - 1], spec.rosenbrock.slopes[i - 1]
+    slope = spec.rosenbrock.slopes[i - 1]
+    add_coupling(spec, k, i)
+    if slope:
+        for c in static(spec.slopes):
+            k[i][c] = k[i][c] + matrix.slopes[c] * spec.real(slope)
+
+
+@inlined
+def add_coupling(spec: KernelSpec, k: Sequence[Vector], i: int) -> None:
+    """Add Σ C_ij k_j to the right-hand side of stage i, multiplied by the mass matrix."""
+    coupled = spec.rosenbrock.coupling[i - 1]
     if any(coupled) and spec.mass is None:
         for c in spec.components:
             k[i][c] = k[i][c] + weighted(spec, coupled, k, c)
@@ -438,6 +448,3 @@ def right_hand_side(spec: KernelSpec, matrix: Matrix, k: Sequence[Vector], i: in
             sums[c] = weighted(spec, coupled, k, c)
         for row, c, value in static(spec.mass or ()):
             k[i][row] = k[i][row] + spec.real(value) * sums[c]
-    if slope:
-        for c in static(spec.slopes):
-            k[i][c] = k[i][c] + matrix.slopes[c] * spec.real(slope)
