@@ -149,8 +149,7 @@ def _tangent_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
     programs = {"f": program, "df": simplify(jvp(program, wrt))}
     if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
-        along = jvp(program, {"state": None, "time": None}, seeds="direction")
-        programs["second"] = simplify(jvp(along, wrt))
+        programs["djacobian"] = simplify(jvp(programs["jacobian"], wrt))
     for e, g in enumerate(traced.conditions if spec.events else ()):
         programs[f"dcondition{e}"] = simplify(jvp(g, wrt_time))
         programs[f"rate{e}"] = simplify(jvp(g, {"state": None, "time": None}))
@@ -181,7 +180,7 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     seeds = program.groups.get("seed", 0) if spec.directions == () else min(spec.d, program.groups.get("seed", 0))
     names["seed"] = state("w", seeds)
     accumulates = spec.accumulates and fused
-    from_array = accumulates and name.startswith(("df", "second", "dcondition", "daffect"))
+    from_array = accumulates and name.startswith(("df", "djacobian", "dcondition", "daffect"))
     if from_array:
         places = range(spec.wanted_varying + spec.wanted_shared)
         names["seed"][spec.d : spec.d + len(places)] = [f"e[{spec.lanes * k} + l]" for k in places]
@@ -196,7 +195,7 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     if rolled and not name.startswith(("condition", "dcondition", "rate")):
         # The results that are states, or all entries of a Jacobian, are stored in an array.
         arguments.insert(0, "out")
-        count = len(program.outputs) if name == "jacobian" else spec.d
+        count = len(program.outputs) if name in ("jacobian", "djacobian") else spec.d
         stored |= {k: Stored("out[{0}] = {1}", k) for k in range(count)}
     if from_array:
         arguments.append("l")

@@ -7,8 +7,7 @@ saved states, of events and of final states. A direction has tangents of the ini
 number of directions is the length of an axis of the arguments, so one kernel serves any number.
 
 The tangents of a Runge-Kutta step are ẏ_i = u̇ + h Σ a_ij k̇_j + ḣ Σ a_ij k_j and k̇_i = f'(y_i) ẏ_i, and the last ẏ is the
-tangent of the new state. In a Rosenbrock step W k_i = r_i, so W k̇_i = ṙ_i - Ẇ k_i. Its terms with second derivatives of f
-form the second derivative along (h k_i, h d_i) and the tangents of the state and of time.
+tangent of the new state. In a Rosenbrock step W k_i = r_i, so W k̇_i = ṙ_i - Ẇ k_i, where Ẇ is minus the tangent of h J.
 """
 
 from __future__ import annotations
@@ -466,39 +465,39 @@ def rosenbrock_tangents(
     kernel: Kernel, step: Step, matrix: Matrix, seeds: Seeds, du: Vector, dnew: Vector, dk: Sequence[Vector]
 ) -> None:
     """Compute the tangents of the stages of a Rosenbrock method, and that of the new state."""
-    spec, second, direction, w = kernel.spec, state(kernel.spec), state(kernel.spec), state(kernel.spec)
+    spec, w, count = kernel.spec, state(kernel.spec), len(kernel.spec.jacobian) + len(kernel.spec.slopes)
+    moved = vector(count, spec.rolled, spec.dtype.name)  # the tangents of h J and h ∂f/∂t
+    if count:
+        inputs = (step.u, step.parameters, stage_time(spec, 0, step), du, *seeds.at(spec, 0), *seeds.index)
+        kernel.call("djacobian", (moved,), *inputs)
+    for n in range(count) if spec.rolled else static(range(count)):
+        moved[n] = moved[n] * step.size
+        if spec.timed:
+            moved[n] = fma(seeds.dh, matrix.jacobian[n], moved[n])
     for i in static(range(1, spec.stages)):
-        slope = spec.real(spec.rosenbrock.slopes[i - 1])
         along = static(du if i == 1 else w)
         if i > 1:
             tangent_argument(spec, along, i, dk, du, step, seeds)
         inputs = (step.y[i], step.parameters, stage_time(spec, i, step), along, *seeds.at(spec, i), *seeds.index)
         kernel.call("df", (dk[i],), *inputs)
         add_coupling(spec, dk, i)
-        for c in spec.components:
-            direction[c] = step.size * step.k[i][c]
-        more = (*seeds.at(spec, 0), direction, step.size * slope, *seeds.index)
-        kernel.call("second", (second,), step.u, step.parameters, stage_time(spec, 0, step), du, *more)
-        for c in spec.components:
-            dk[i][c] = dk[i][c] + second[c]
-        if spec.timed:
-            add_matrix(spec, matrix.jacobian, step.k[i], slope, seeds.dh, dk[i])
+        add_products(spec, moved, step.k[i], spec.real(spec.rosenbrock.slopes[i - 1]), dk[i])
         solve(kernel, matrix, dk[i])
     tangent_argument(spec, dnew, spec.stages, dk, du, step, seeds)
 
 
 @inlined
-def add_matrix(spec: KernelSpec, jacobian: Vector, k: Vector, slope: float, dh: float, out: Vector) -> None:
-    """Add ḣ (J k + d ∂f/∂t)."""
+def add_products(spec: KernelSpec, entries: Vector, k: Vector, slope: float, out: Vector) -> None:
+    """Add the product of a matrix with the places of the Jacobian and a stage, and `slope` times the derivative by time."""
     if spec.rolled and spec.jacobian:
         rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
         for n in range(len(spec.jacobian)):
-            out[rows[n]] = fma(dh * jacobian[n], k[columns[n]], out[rows[n]])
+            out[rows[n]] = fma(entries[n], k[columns[n]], out[rows[n]])
     else:
         for n, (row, column) in static(enumerate(spec.jacobian)):
-            out[row] = fma(dh * jacobian[n], k[column], out[row])
+            out[row] = fma(entries[n], k[column], out[row])
     for n, c in static(enumerate(spec.slopes, len(spec.jacobian))):
-        out[c] = fma(dh * jacobian[n], slope, out[c])
+        out[c] = fma(entries[n], slope, out[c])
 
 
 # ---- output

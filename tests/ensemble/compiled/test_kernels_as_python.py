@@ -41,11 +41,8 @@ def called_by(functions):
     exec(functions, names)  # noqa: S102 the language is a part of Python
 
     def call(name, outputs, *inputs):
-        flat = [
-            x
-            for one in inputs
-            for x in (one if isinstance(one, list | tuple | np.ndarray | kernel_language.Row) else [one])
-        ]
+        several = list | tuple | np.ndarray | kernel_language.Row
+        flat = [x for one in inputs for x in (one if isinstance(one, several) else [one])]
         results = iter(names[name](*flat))
         for out in outputs:
             for c in range(len(out)):
