@@ -6,7 +6,6 @@ are differentiated again, traceable functions repeat ("replay") the steps.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ from mpiad.ensemble.directions import (
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.solution import EnsembleSolution, at_ends
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, changed
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import StackedVjp
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -158,14 +157,15 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
-    if times:
-        reached, crossed = map(to_host, times)
-        changes["t_reached"] = reached
-        if run.outcome.event_table is not None:
-            ids, event, _, _, when = run.outcome.event_table
-            when = traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed)
-            changes["events"] = by_trajectory(ids, event, when)
-    return dataclasses.replace(sol, **changes)
+    if not times:
+        return changed(sol, {}, **changes)
+    reached, crossed = map(to_host, times)
+
+    def events() -> dict[int, list[tuple[int, Array]]]:
+        ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
+        return by_trajectory(ids, event, traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed))
+
+    return changed(sol, {} if run.outcome.event_table is None else {"events": events}, t_reached=reached, **changes)
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:

@@ -185,6 +185,8 @@ class ForwardLane(Lane):
     # Tangents of the state, of the state after the step, and of the stages.
     du, dnew = (field("directions", "components") for _ in range(2))
     dk = field("directions", "stages", "components")
+    # Tangents of the parameters in directions of the kind "seed".
+    dp = field("directions", "wanted")
     # Values of the conditions before and after the step, before a root, and the fractions of the step at which roots lie.
     condition, condition_new, crossed, fraction = (field("events", exact=True) for _ in range(4))
     # `last_acted`: per event, the time at which it last acted, or the start. `side`: per event that acts in both

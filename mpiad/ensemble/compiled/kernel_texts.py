@@ -96,7 +96,7 @@ def described(value: object) -> str:
 def kernel_code(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> KernelCode:
     """Return the CPU kernel "forward", or "reverse" or "tangent" for derivatives with respect to parameters `wanted`."""
     if kernel == "forward":
-        programs = _forward_programs(traced, spec)
+        programs = _forward_programs(traced, spec, wanted)
     else:
         programs = (_reverse_programs if kernel == "reverse" else _tangent_programs)(traced, spec, wanted)
     # Gradients of conditions aren't computed in loops over lanes.
@@ -110,17 +110,20 @@ def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
     """Return the text of a kernel for GPUs."""
     # NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, it loops over the trajectories.
     spec, forward = spec._replace(lanes=0), kernel == "forward"
-    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
+    programs = _forward_programs(traced, spec, wanted) if forward else _reverse_programs(traced, spec, wanted)
     functions = [_function(one, name, spec, traced.names, "c") for name, one in programs.items()]
     return "\n\n".join([prelude(spec), *functions, (cuda_forward_text if forward else cuda_reverse_text)(spec)]) + "\n"
 
 
-def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
+def _forward_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
     """Return f, its tangents and Jacobian, and the conditions and affects of events, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
     for i, (kind, index) in enumerate(spec.directions):
+        if kind == "seed":
+            programs |= _products(program, {"state": None, "parameter": wanted}, programs.get("jacobian"))
+            continue
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
@@ -141,15 +144,20 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
     return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
 
 
+def _products(program: Program, wrt: Wanted, jacobian: Program | None) -> dict[str, Program]:
+    """Return the products of the derivatives of f, and of its Jacobian, with tangents."""
+    return {f"d{name}": simplify(jvp(g, wrt)) for name, g in (("f", program), ("jacobian", jacobian)) if g is not None}
+
+
 def _tangent_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
     """Return f, and products of its derivatives and of those of conditions and affects with tangents, by their names."""
     program = traced.program
     wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
     wrt: Wanted = wrt_time if spec.timed else {"state": None, "parameter": wanted}
-    programs = {"f": program, "df": simplify(jvp(program, wrt))}
+    programs = {"f": program}
     if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
-        programs["djacobian"] = simplify(jvp(programs["jacobian"], wrt))
+    programs |= _products(program, wrt, programs.get("jacobian"))
     for e, g in enumerate(traced.conditions if spec.events else ()):
         programs[f"dcondition{e}"] = simplify(jvp(g, wrt_time))
         programs[f"rate{e}"] = simplify(jvp(g, {"state": None, "time": None}))
@@ -176,9 +184,9 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     names = {"state": state("u", spec.d), "time": ["t"]}
     names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
     names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
-    # In the forward kernel the tangent of a parameter is the constant 1.
-    seeds = program.groups.get("seed", 0) if spec.directions == () else min(spec.d, program.groups.get("seed", 0))
-    names["seed"] = state("w", seeds)
+    # The functions df0, df1, … have a constant 1 as the tangent of a parameter.
+    seeds = program.groups.get("seed", 0)
+    names["seed"] = state("w", min(spec.d, seeds) if name[:2] == "df" and name != "df" else seeds)
     accumulates = spec.accumulates and fused
     from_array = accumulates and name.startswith(("df", "djacobian", "dcondition", "daffect"))
     if from_array:

@@ -156,7 +156,10 @@ def argument(
 def argument_vectors(spec: KernelSpec, u: Vector, new: Vector, separate: bool) -> list[Vector]:
     """Return the arguments of the stages; unless `separate`, later arguments overwrite earlier ones."""
     y = state(spec)
-    return [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+    vectors = [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+    if spec.tableau.implicit and spec.rosenbrock.ends_at_new_state:
+        vectors[-2] = new  # the argument of the last stage
+    return vectors
 
 
 @inlined

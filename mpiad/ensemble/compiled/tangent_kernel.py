@@ -12,14 +12,14 @@ tangent of the new state. In a Rosenbrock step W k_i = r_i, so W k̇_i = ṙ_i -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad.compiling.folding import inlined, static
-from mpiad.compiling.kernel_language import Row, attribute, constants, fma, lanes, total, vector, where
+from mpiad.compiling.kernel_language import Row, attribute, lanes, total, vector, where
 from mpiad.ensemble.compiled.event_kernel import gap, rounded_time
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
@@ -41,11 +41,10 @@ from mpiad.ensemble.compiled.reverse_kernel import kernel_of, step_again
 from mpiad.ensemble.compiled.rosenbrock_kernel import (
     Matrix,
     UnrolledLU,
-    add_coupling,
     is_looped,
     lu_of,
     reserved_of,
-    solve,
+    rosenbrock_tangents,
 )
 from mpiad.ensemble.compiled.step_kernel import (
     Kernel,
@@ -60,7 +59,6 @@ from mpiad.ensemble.compiled.step_kernel import (
     rounded,
     stage_time,
     state,
-    tangent_argument,
     tangents,
 )
 
@@ -458,46 +456,6 @@ def push(kernel: Kernel, lane: TangentLane, along: DirectionLane, matrix: Matrix
     if spec.timed:
         lane.before_time = along.dt
         along.dt = along.dt + lane.dh
-
-
-@inlined
-def rosenbrock_tangents(
-    kernel: Kernel, step: Step, matrix: Matrix, seeds: Seeds, du: Vector, dnew: Vector, dk: Sequence[Vector]
-) -> None:
-    """Compute the tangents of the stages of a Rosenbrock method, and that of the new state."""
-    spec, w, count = kernel.spec, state(kernel.spec), len(kernel.spec.jacobian) + len(kernel.spec.slopes)
-    moved = vector(count, spec.rolled, spec.dtype.name)  # the tangents of h J and h ∂f/∂t
-    if count:
-        inputs = (step.u, step.parameters, stage_time(spec, 0, step), du, *seeds.at(spec, 0), *seeds.index)
-        kernel.call("djacobian", (moved,), *inputs)
-    for n in range(count) if spec.rolled else static(range(count)):
-        moved[n] = moved[n] * step.size
-        if spec.timed:
-            moved[n] = fma(seeds.dh, matrix.jacobian[n], moved[n])
-    for i in static(range(1, spec.stages)):
-        along = static(du if i == 1 else w)
-        if i > 1:
-            tangent_argument(spec, along, i, dk, du, step, seeds)
-        inputs = (step.y[i], step.parameters, stage_time(spec, i, step), along, *seeds.at(spec, i), *seeds.index)
-        kernel.call("df", (dk[i],), *inputs)
-        add_coupling(spec, dk, i)
-        add_products(spec, moved, step.k[i], spec.real(spec.rosenbrock.slopes[i - 1]), dk[i])
-        solve(kernel, matrix, dk[i])
-    tangent_argument(spec, dnew, spec.stages, dk, du, step, seeds)
-
-
-@inlined
-def add_products(spec: KernelSpec, entries: Vector, k: Vector, slope: float, out: Vector) -> None:
-    """Add the product of a matrix with the places of the Jacobian and a stage, and `slope` times the derivative by time."""
-    if spec.rolled and spec.jacobian:
-        rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
-        for n in range(len(spec.jacobian)):
-            out[rows[n]] = fma(entries[n], k[columns[n]], out[rows[n]])
-    else:
-        for n, (row, column) in static(enumerate(spec.jacobian)):
-            out[row] = fma(entries[n], k[column], out[row])
-    for n, c in static(enumerate(spec.slopes, len(spec.jacobian))):
-        out[c] = fma(entries[n], slope, out[c])
 
 
 # ---- output

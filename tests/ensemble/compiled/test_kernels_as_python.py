@@ -146,6 +146,16 @@ def test_the_tangent_kernel(as_python, alg, name):
     np.testing.assert_array_equal(python, compiled)
 
 
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P(), Rosenbrock23()], ids=lambda alg: type(alg).__name__)
+def test_tangents_with_the_solve(as_python, alg):
+    def results(x):
+        sol = solve(ensemble(x[0], x[1]), alg, saveat=[0.25, 0.7], compile=True)
+        return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+
+    compiled, python = as_python(lambda: mpiad.jvp(results, (U0, P), (np.cos(U0), np.sin(P)))[1])
+    np.testing.assert_array_equal(python, compiled)
+
+
 def test_tangents(as_python):
     def objective(p):
         sol = solve(ensemble(U0, p), Tsit5(), saveat=[0.25, 1.0], compile=True, gradient="tangent")
