@@ -19,6 +19,7 @@ from mpiad.ensemble.compiled import (
     kernel_solver,
     kernel_texts,
     reverse_kernel,
+    rosenbrock_kernel,
     step_kernel,
     tangent_kernel,
 )
@@ -69,7 +70,7 @@ def as_python(monkeypatch):
     def both(make):
         compiled = make()
         with monkeypatch.context() as context:
-            for module in (step_kernel, event_kernel, *MODULES.values()):
+            for module in (step_kernel, event_kernel, rosenbrock_kernel, forward_kernel, reverse_kernel):
                 context.setattr(module, "fma", rounded_once)
             context.setattr(kernel_solver.Solver, "function", function)
             return compiled, make()
