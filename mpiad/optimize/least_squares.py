@@ -486,8 +486,8 @@ def least_squares(
     f_scale : float
         Residuals with larger absolute values are treated as outliers.
     tr_solver : {"exact", "lsmr"}, optional
-        With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, and the root
-        stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
+        With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, which
+        `linearize` computes if `jac` isn't given, and the root stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
         products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of
         the residuals of all ranks.
     callback : callable, optional
