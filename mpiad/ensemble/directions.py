@@ -5,8 +5,8 @@ kernel has propagated, or those of the tangent kernel, or for solves by arrays t
 
 A gradient by tangents takes one direction per number with respect to which a trajectory is differentiated. With d initial
 values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If d + m is small,
-tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By arrays, or from the
-record of a kernel, tangents cost at least as much as the adjoint, and are computed on request.
+tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By arrays, or from
+the record of a kernel, tangents cost at least as much as the adjoint, and are computed on request.
 """
 
 from __future__ import annotations

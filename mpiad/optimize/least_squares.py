@@ -487,9 +487,9 @@ def least_squares(
         Residuals with larger absolute values are treated as outliers.
     tr_solver : {"exact", "lsmr"}, optional
         With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, which
-        `linearize` computes if `jac` isn't given, and the root stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
-        products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of
-        the residuals of all ranks.
+        `linearize` computes if `jac` isn't given, and the root stores (n + 1)² numbers per rank. "lsmr", the default for
+        more variables, needs at least two variables. It uses products with the Jacobian; the root stores several vectors
+        of the residuals of all ranks.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int

@@ -94,9 +94,9 @@ class Solver:
     def with_seeds(self, spec: KernelSpec) -> tuple[Array, Array, Array]:
         """Return the tangents of initial states, (m, d, N), and the parameters p and s, followed by their tangents."""
         count, m = self.batch.size, len(spec.directions)
+        if not self.seeds or not m:
+            return np.empty((m, spec.d, count), spec.dtype), self.p, self.s
         du = np.zeros((m, spec.d, count), spec.dtype)
-        if not self.seeds:
-            return du, self.p, self.s
         if 0 in self.seeds:
             du[: len(self.seeds[0])] = row_parts(self.seeds[0])
         packing, rows = ParameterPacking(self._seeded), []
