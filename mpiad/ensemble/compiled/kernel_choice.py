@@ -60,8 +60,8 @@ _LOADING, _LOADING_COMPONENT, _LOADING_OPERATION, _LINES = 0.04, 0.002, 1e-4, 3e
 _COMPILING, _PATIENCE, _CHECKS = 0.3, 0.5, 1.25
 # The ratio of an expected number of steps to the estimate above which a solve may be given up.
 _EXCEEDED = 1.5
-# The number of steps that is expected for the first solve with rtol = 1e-3.
-_STEPS = 25.0
+# The least number of steps that is expected for the first solve with rtol = 1e-3.
+_STEPS = 5.0
 # The largest states for kernels: limits the time of a trace, and for implicit methods the size of factors in the caches.
 _MOST_COMPONENTS, _MOST_IMPLICIT = 1000, 300
 # What is expected of an f that isn't traced yet, per component: operations, and entries of a large Jacobian.
@@ -153,11 +153,15 @@ class History:
         self.counts.program = program
         self.loading = _LOADING + _LOADING_OPERATION * program.cost * (3 if gradient else 1)
 
-    def cost_of(self, solver: Solver, inputs: Batch) -> float:
-        """Return the time to get a solve's kernels."""
+    def cost_of(self, solver: Solver, inputs: Batch, gain: float) -> float:
+        """Return the time to get a solve's kernels, or a lower bound that is above the `gain`."""
         forward = solver.forward_code(inputs).source.text
         if forward not in self.costs:
             missing = [code for code in solver.codes(inputs) if not is_cached(code.source)]
+            # To determine the length of a kernel takes part of the time.
+            least = self.loading + sum(_LINES * code.least_length**1.5 for code in missing)
+            if least > gain:
+                return least
             self.costs[forward] = self.loading + sum(_LINES * code.length**1.5 for code in missing)
         return self.costs[forward]
 
@@ -215,15 +219,17 @@ class _Watch:
                 self._cost = inf
                 return False
             history.learn(plan.program, self._inputs.traced)
-            self._cost = history.cost = history.cost_of(self._solver(plan), self._inputs)
-            self._is_exact = True
+            spent, remaining, by_kernel = self._times(advance)
+            worth = min(remaining - by_kernel, spent / _PATIENCE)
+            self._cost = history.cost = history.cost_of(self._solver(plan), self._inputs, worth)
+            self._is_exact = self._cost <= worth
         return self._exceeds(advance)
 
     def _exceeds(self, advance: Advance) -> bool:
         longest, mean = self._expected
         # First steps are small, so the number of steps can't be estimated from a few.
         exceeds = advance.all_turns > _EXCEEDED * longest or advance.all_steps > _EXCEEDED * mean * advance.size
-        if advance.turns < 0.5 * longest or not exceeds:
+        if advance.turns < max(0.5 * longest, _STEPS) or not exceeds:
             return False
         spent, remaining, by_kernel = self._times(advance)
         return spent >= _PATIENCE * self._cost and remaining > self._cost + by_kernel
@@ -466,7 +472,8 @@ class Compiler:
                 history.learn(plan.program, inputs.traced)
                 cost, gain = history.loading, saved()
                 if is_needed or gain >= cost:  # otherwise the kernel's text, which takes part of this time, isn't made
-                    cost = history.cost_of(self._solver(plan, batch, _with_acting(settings)), inputs)
+                    worth = inf if is_needed else gain
+                    cost = history.cost_of(self._solver(plan, batch, _with_acting(settings)), inputs, worth)
                 history.cost = cost
         if cost < inf:
             solver = lambda plan: self._solver(plan, batch, _with_acting(settings))  # noqa: E731

@@ -31,6 +31,7 @@ from mpiad.ensemble.compiled import (
 )
 from mpiad.ensemble.compiled.cuda.cuda_kernels import cuda_forward_text, cuda_reverse_text, prelude
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
+from mpiad.ensemble.compiled.rosenbrock_kernel import unrolled_lines
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_program
 
@@ -54,6 +55,9 @@ class KernelCode:
         key = f"{functions}\n# {name} of {_sources()}, {is_wide}: {described(spec)}"
         signature = kernel_fields.signature_of(arrays, spec.dtype)
         self.source = Source(key, name, signature, lambda: self.definitions)
+
+        # A bound on the number of statements that is known before the kernel is folded.
+        self.least_length = functions.count("\n") + (unrolled_lines(spec) if spec.tableau.implicit else 0)
 
     @cached_property
     def definitions(self) -> list[ast.FunctionDef]:

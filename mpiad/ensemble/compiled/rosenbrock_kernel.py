@@ -144,10 +144,20 @@ def lu_of(spec: KernelSpec) -> LU:
     entries = sorted({*spec.jacobian, *((i, j) for i, j, _ in mass_of(spec)), *((i, i) for i in range(spec.d))})
     if len(entries) <= _MOST_ENTRIES:
         unrolled = UnrolledLU(spec.d, entries)
-        factors, solution = unrolled.lines
-        if factors + len(spec.rosenbrock.coupling) * solution <= _MOST_LINES:
+        if _lines_of_step(spec, unrolled) <= _MOST_LINES:
             return unrolled
     return LoopedLU(spec.d, entries)
+
+
+def _lines_of_step(spec: KernelSpec, lu: UnrolledLU) -> int:
+    factors, solution = lu.lines
+    return factors + len(spec.rosenbrock.coupling) * solution
+
+
+def unrolled_lines(spec: KernelSpec) -> int:
+    """Return the number of statements of the unrolled factorization and the solutions of a step, or 0."""
+    lu = lu_of(spec)
+    return _lines_of_step(spec, lu) if isinstance(lu, UnrolledLU) else 0
 
 
 def reserved_of(spec: KernelSpec) -> int:
