@@ -1,12 +1,13 @@
 """The choice of compile="auto" beside both of its ways, kernels and arrays, and beside SciPy and diffrax, on one core.
 
-    python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--cold-rounds 2] [--no-peers]
+    python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--cold-rounds 2]
+        [--no-peers]
 
 `benchmarks/choice/systems.py` says what is solved. Cold solves are the first ones of new processes without kernels on
 disk. For the other solves kernels are on disk: a process with compile=True has put them there. The first solve of a process
 is timed in new processes, without imports, and later solves in one process, in which the sides alternate; the least of all
-times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs where `make bench-peers` has
-installed it, after its compilation.
+times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs where `make bench-peers`
+has installed it, after its compilation.
 """
 
 from __future__ import annotations

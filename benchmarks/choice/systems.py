@@ -9,7 +9,7 @@ import autograd.numpy as np
 from stiff.systems import SMOG, pollu
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
+from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, Tsit5, remake, solve
 
 
 class Case(NamedTuple):
@@ -117,7 +117,7 @@ CASES = {
     "one stiff solve": Case(STIFF, Rodas5P(), 1e-6, 1e-9, "LSODA"),
     "Pleiades, one solve": Case(ODEProblem(pleiades, STARS, (0.0, 3.0)), Tsit5(), 1e-6, 1e-6, "RK45"),
     "van der Pol": Case(OSCILLATOR, Rodas5P(), 1e-8, 1e-8),
-    "van der Pol, gradient": Case(OSCILLATOR, Rodas5P(), 1e-8, 1e-8, gradient=True),
+    "van der Pol, gradient": Case(remake(OSCILLATOR, tspan=(0.0, 50.0)), Rodas5P(), 1e-8, 1e-8, gradient=True),
     "N = 999": Case(many(PREY, 999), Tsit5(), 1e-3, 1e-6),
     "N = 1,000": Case(many(PREY, 1000), Tsit5(), 1e-3, 1e-6),
     "hybrid, 12, gradient": Case(many(NEURAL[8], 12), Tsit5(), 1e-3, 1e-6, gradient=True),
@@ -145,7 +145,7 @@ def run(case: Case, compile: str | bool) -> tuple[Any, str]:
         nonlocal execution
         problem: Any = case.problem
         if case.gradient:
-            problem = mpiad.ensemble.remake(problem if isinstance(problem, ODEProblem) else problem.problem, p=p)
+            problem = remake(problem if isinstance(problem, ODEProblem) else problem.problem, p=p)
             problem = problem if isinstance(case.problem, ODEProblem) else EnsembleProblem(problem, u0=case.problem.u0)
         sol = solve(problem, case.alg, rtol=case.rtol, atol=case.atol, compile=compile)
         execution = sol.execution
