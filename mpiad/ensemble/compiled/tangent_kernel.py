@@ -115,7 +115,7 @@ CROSSED, STOPS = 5, 6
 # Values of `TangentLane.goal`: the size of a step is constant, or the step ends at the end of tspan. Other values are
 # indices of given times.
 CONSTANT, END = -2, -1
-_PLACES = ("row", "step", "time_index", "event", "jump", "goal")
+PLACES = ("row", "step", "time_index", "event", "jump", "goal")
 
 
 class Layouts(NamedTuple):
@@ -136,7 +136,7 @@ def layout_of(spec: KernelSpec) -> Layouts:
 def lane_of(layouts: Layouts, arrays: TangentArrays, l: int) -> TangentLane:
     """Return the fields of lane l."""
     count = layouts.lane.lanes
-    places = {name: (arrays.places, n * count) for n, name in enumerate(_PLACES)}
+    places = {name: (arrays.places, n * count) for n, name in enumerate(PLACES)}
     return layouts.lane.lane(arrays.b, arrays.exact, l, arrays.ids, **places)
 
 
@@ -489,35 +489,34 @@ def write_output(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int
 @inlined
 def push_saved(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j: int, place: int) -> None:
     """Write the tangent of a saved state."""
-    spec, arrays = kernel.spec, kernel.arrays
+    spec, arrays, out = kernel.spec, kernel.arrays, Row(kernel.arrays.dsaved, j, i, place)
     if not spec.inside or arrays.times.shape[1] == 0:  # without times every step is saved
-        copy(spec, Row(arrays.dsaved, j, i, place), along.du)
+        copy(spec, out, along.du)
     else:
         time = arrays.times[i if kernel.by_row else 0, place]
         # Saved times are constant, while the ends of steps move with their starts, except at the end of tspan.
         if time == lane.tn and (not spec.timed or lane.goal != CONSTANT):
-            copy(spec, Row(arrays.dsaved, j, i, place), along.du)
+            copy(spec, out, along.du)
         elif spec.jumps is not None and time == lane.t:
             # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
-            copy(spec, Row(arrays.dsaved, j, i, place), lane.before)
+            copy(spec, out, lane.before)
         else:
             x = (time - lane.t) / lane.h
-            dx = -(lane.before_time + x * lane.dh) if spec.timed else 0.0
-            write_inside(kernel, lane, x, dx, Row(arrays.dsaved, j, i, place))
+            set_inside(kernel, lane, dense_weights(spec, x), out)
+            if spec.timed:
+                r, moved = dense_rates(spec, x), -(lane.before_time + x * lane.dh)
+                for c in spec.components:
+                    out[c] = rounded(spec, out[c] + total(r[n] * lane.k[n, c] for n in spec.interpolating) * moved)
 
 
 @inlined
-def write_inside(kernel: Kernel, lane: TangentLane, x: float, dx: float, out: Vector) -> None:
-    """Write the tangent of the state at the fraction x of the step; `dx`: the tangent of x times the size of the step."""
+def set_inside(kernel: Kernel, lane: TangentLane, w: Vector, out: Vector) -> None:
+    """Compute the tangent of the state at a constant fraction of the step, with the weights w."""
     spec, size = kernel.spec, rounded(kernel.spec, lane.h)
-    w = dense_weights(spec, x)
-    r = dense_rates(spec, x) if spec.timed else w
     for c in spec.components:
-        value = inside(spec, w, [lane.dk[n, c] for n in spec.interpolating], lane.before[c], size, True)
+        out[c] = inside(spec, w, [lane.dk[n, c] for n in spec.interpolating], lane.before[c], size, True)
         if spec.timed:
-            moved = total((w[n] * lane.dh + r[n] * dx) * lane.k[n, c] for n in spec.interpolating)
-            value = rounded(spec, value + moved)
-        out[c] = value
+            out[c] = rounded(spec, out[c] + total(w[n] * lane.k[n, c] for n in spec.interpolating) * lane.dh)
 
 
 @inlined
@@ -538,10 +537,7 @@ def push_root(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j
     for c in spec.components:
         at[c] = inside(spec, w, [lane.k[m, c] for m in spec.interpolating], lane.u[c], step.size)
         rate[c] = rounded(spec, total(r[m] * lane.k[m, c] for m in spec.interpolating))
-    for c in spec.components:
-        du[c] = inside(spec, w, [lane.dk[m, c] for m in spec.interpolating], lane.before[c], step.size, True)
-        if spec.timed:
-            du[c] = du[c] + rounded(spec, total(w[m] * lane.k[m, c] for m in spec.interpolating) * lane.dh)
+    set_inside(kernel, lane, w, du)
     moved = lane.before_time + x * lane.dh if spec.timed else 0.0
     time, value, slope = rounded(spec, arrays.crossings[n, 4]), vector(1), vector(1)
     more = (*seeds.at_time(rounded(spec, moved)), *seeds.index)

@@ -13,7 +13,7 @@ from mpiad.compiling.arguments import argument, from_parts, from_row_parts, row_
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.compiled.kernel_solver import MOST_ENTRIES, Solver, Tape
 from mpiad.ensemble.compiled.reverse_sweep import event_rows
-from mpiad.ensemble.compiled.tangent_kernel import layout_of
+from mpiad.ensemble.compiled.tangent_kernel import PLACES, layout_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.outcome import FINAL, INITIAL
@@ -46,6 +46,16 @@ class ResultTangents(NamedTuple):
     end: Array  # shape (m, N, d)
     reached: Array  # shape (m, N)
     crossed: Array  # shape (m, number of events)
+
+
+class _KernelTangents(NamedTuple):
+    """The results of the kernel, see `TangentArrays`."""
+
+    du_end: Array
+    dsaved: Array
+    dreached: Array
+    dcrossed: Array
+    dt_end: Array
 
 
 def push_compiled(solver: Solver, run: Run, inputs: InputTangents) -> ResultTangents | None:
@@ -119,62 +129,57 @@ class _Push:
 
     def results(self, packing: ParameterPacking) -> ResultTangents:
         """Return the tangents of the results; `packing`: of the parameters that have tangents."""
+        run, timed = self._run, self._timed
+        kernel = self._swept(packing)
+        du_end, saved = (convert(x, run.batch.u0.dtype) for convert, x in zip((from_row_parts, from_parts), kernel))
+        ids = run.without_last_step
+        if timed and ids.size:
+            self._start = kernel.dt_end
+            ended = lambda replay, u, inputs: (replay.ended(ids, u, inputs),)  # noqa: E731
+            du_end[..., ids] = self._traced(ended, run.outcome.u_end[:, ids], du_end[..., ids], ids)[0]
+        for code, states in ((INITIAL, self._u0), (FINAL, du_end)):
+            mask = run.save_step == code
+            if mask.any():
+                saved = np.where(mask[..., None], np.swapaxes(states, 1, 2)[:, :, None], saved)
+        at_events = kernel.dt_end if timed and run.jumps is not None else kernel.dreached
+        reached = np.where(run.live, np.where(run.terminated, at_events, self._inputs.end if timed else 0.0), 0.0)
+        return ResultTangents(saved, np.swapaxes(du_end, 1, 2), reached, kernel.dcrossed)
+
+    def _swept(self, packing: ParameterPacking) -> _KernelTangents:
+        """Run the kernel over all recorded steps."""
         run, solver, inputs, timed = self._run, self._solver, self._inputs, self._timed
-        m, count, outcome = len(inputs.u0), run.batch.size, solver.recorded(run.outcome)
-        dtype, real = run.batch.u0.dtype, solver.spec.dtype
-        rows = np.sort(np.append(run.stop_rows, run.crossing_rows))
-        width = 0 if run.outcome.event_table is None else run.outcome.event_table.shape[1]
-        stops = np.zeros(width)
+        m, count, outcome, real = len(inputs.u0), run.batch.size, solver.recorded(run.outcome), solver.spec.dtype
+        stops = np.zeros(0 if run.outcome.event_table is None else run.outcome.event_table.shape[1])
         stops[run.stop_rows] = 1.0
-        first_event, events = event_rows(run, rows, run.crossed_row, stops)
-        acts = run.jumps is not None
-        inside = solver.spec.inside and (run.n_saved > 0 or len(events) > 0)
-        spec, wanted = solver.derivative_spec(packing.parts, timed, inside, acts, len(events) > 0)
+        events = event_rows(run, np.sort(np.append(run.stop_rows, run.crossing_rows)), run.crossed_row, stops)
+        has_events = len(events[1]) > 0
+        inside = solver.spec.inside and (run.n_saved > 0 or has_events)
+        spec, wanted = solver.derivative_spec(packing.parts, timed, inside, run.jumps is not None, has_events)
         function, layouts = solver.function("tangent", spec, wanted), layout_of(spec)
-        split = [packing.split({k: x[j] for k, x in inputs.leaves.items()}, count, real) for j in range(m)]  # type: ignore[misc]
+        split = [packing.split({k: x[j] for k, x in inputs.leaves.items()}, count, real) for j in range(m)]
         dp, ds = (np.stack(parts) for parts in zip(*split))
-        du0 = argument(row_parts(self._u0), real)
-        none, shape = np.empty((m, 0)), (m, count)
-        times = (self._start, inputs.end, inputs.due) if timed else (none, none, np.empty((m, 0, 0)))
-        du_end, dsaved = du0.copy(), np.zeros((m, count, run.n_saved, spec.d), real)
-        dreached, dcrossed = np.zeros(shape), np.zeros((m, len(run.event_times.ids) if run.settings.events else 0))
-        dt_end = np.array(self._start) if timed else np.zeros(shape)
-        save_step = argument(run.save_step, np.dtype(np.int32))
-        ends = outcome.last, argument(run.outcome.t_reached), run.live, save_step
-        jumps = self._jumps()
-        directions = du0, dp, ds, *map(argument, times)
-        tangents = du_end, dsaved, dreached, dcrossed, dt_end
+        du0, none = argument(row_parts(self._u0), real), np.empty((m, 0))
+        times = (self._start, inputs.end, inputs.due) if timed else (none, none, none[:, None])
+        crossed = len(run.event_times.ids) if run.settings.events else 0
+        zeros = np.zeros((m, count, run.n_saved, spec.d), real), np.zeros((m, count)), np.zeros((m, crossed))
+        results = _KernelTangents(du0.copy(), *zeros, np.array(self._start) if timed else np.zeros((m, count)))
+        ends = outcome.last, argument(run.outcome.t_reached), run.live, argument(run.save_step, np.dtype(np.int32))
+        shared = *ends, du0, dp, ds, *map(argument, times), *results, *self._jumps(), *events
 
         def push_tape(tape: Tape, pause: Callable[[], None]) -> None:
             state = np.array([tape.first, tape.stop, spec.lanes, 0])
             buffers = *layouts.lane.buffers(real), *layouts.direction.buffers(real, m)
-            lane = *buffers, np.full(spec.lanes, -1), np.zeros(6 * spec.lanes, np.int64), state
+            lane = *buffers, np.full(spec.lanes, -1), np.zeros(len(PLACES) * spec.lanes, np.int64), state
             record = tape.rows, tape.previous, np.empty_like(tape.previous)
             call = Paced(function, state)
             while True:
-                call(
-                    *lane, solver.p, solver.s, solver.times, *record, *ends, *directions, *tangents, *jumps, first_event,
-                    events,
-                )  # fmt: skip
+                call(*lane, solver.p, solver.s, solver.times, *record, *shared)
                 if state[2] == spec.lanes:  # all lanes have finished
                     return
                 pause()
 
         each(push_tape, outcome.tapes, solver.threads)
-        du_end, du0 = from_row_parts(du_end, dtype), self._u0
-        ids = run.without_last_step
-        if timed and ids.size:
-            self._start = dt_end
-            ended = lambda replay, u, inputs: (replay.ended(ids, u, inputs),)  # noqa: E731
-            du_end[..., ids] = self._traced(ended, run.outcome.u_end[:, ids], du_end[..., ids], ids)[0]
-        saved = from_parts(dsaved, dtype)
-        for code, states in ((INITIAL, du0), (FINAL, du_end)):
-            mask = run.save_step == code
-            if mask.any():
-                saved = np.where(mask[..., None], np.swapaxes(states, 1, 2)[:, :, None], saved)
-        at_events = dt_end if timed and acts else dreached
-        reached = np.where(run.terminated, at_events, inputs.end if timed else 0.0)
-        return ResultTangents(saved, np.swapaxes(du_end, 1, 2), np.where(run.live, reached, 0.0), dcrossed)
+        return results
 
     def _jumps(self) -> tuple[Array, ...]:
         """Return the events that acted, as arguments of the kernel."""
