@@ -163,7 +163,8 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
     try:
         for position in range(stop - 1, first - 1, -1):
             node = nodes[position]
-            kind, pull, like = type(node.pull), node.pull, node.like
+            kind, pull = type(node.pull), node.pull
+            like: Any = node.like
             if like is None and kind not in (BatchedVjp, StackedVjp):
                 continue
             run_lanes(range(stop - 1, position, -1))
@@ -172,7 +173,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             if kind is StackedVjp and not is_zero:
                 pull, like = node.pull.pull_stacked, node.pull.like
             if kind is VectorizedVjp or (kind is StackedVjp and not is_zero):
-                stacked = pull(stack([conformed(lane.totals[position], like) for lane in lanes]))
+                stacked = pull(stack([conformed(lane.totals[position], like) for lane in lanes]))  # type: ignore[arg-type]
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
             elif kind is BatchedVjp and (like is not None or not is_zero):
                 parts = node.pull.pull_all(len(lanes))

@@ -112,9 +112,8 @@ def _by_kernel(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[
     stacked = {k: _stacked(args[k], gs) for k, gs in tangents.items()}
     m = len(next(iter(tangents.values())))
     u0 = stacked.get(U0, np.zeros((m, *run.batch.u0.shape), run.batch.u0.dtype))
-    times = (None if k not in stacked else stacked[k] for k in (START, END))
     leaves = {k - LEAVES: tangent for k, tangent in stacked.items() if k >= LEAVES}
-    results = push_compiled(run.outcome.solver, run, InputTangents(u0, leaves, *times, stacked.get(DUE)))
+    results = push_compiled(run.outcome.solver, run, InputTangents(u0, leaves, *map(stacked.get, (START, END, DUE))))
     if results is None:
         return None
     return list(results) if run.settings.events else list(results[:2])

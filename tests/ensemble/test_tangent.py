@@ -10,7 +10,7 @@ from ode_systems import lorenz
 from unrolled_steps import unrolled
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, solve
+from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, Tsit5, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -184,6 +184,46 @@ def test_forward_mode_in_kernels(name, spans, monkeypatch):
         found = call(results(True), x, v)
         np.testing.assert_allclose(found[0], value, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found[1], expected, rtol=1e-8, atol=1e-9 * np.abs(expected).max())
+
+
+def of_many(u, p, t):
+    return [sum(p[k] * anp.sin(k * u[0]) for k in range(70)) / 70, -u[1] * p[69] * p[3]]
+
+
+def chain(u, p, t):
+    terms = [p[i % 5] * anp.sin(u[i]) + p[5 + i] * u[(i + 1) % 20] * u[i] for i in range(20)]
+    return [term * anp.cos(t) for term in terms]
+
+
+LARGE = {
+    "parameters per trajectory": (of_many, 2, 70, False),
+    "shared parameters": (of_many, 2, 70, True),
+    "a large state": (chain, 20, 70, True),
+    "a large state, parameters per trajectory": (chain, 20, 25, False),
+}
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("name", LARGE)
+def test_tangents_of_many_numbers_in_kernels(name, alg, monkeypatch):
+    f, d, m, shared = LARGE[name]
+    x = {"u0": draws(3, d), "p": draws(m, seed=1) if shared else draws(3, m, seed=1)}
+    v = {key: draws(*leaf.shape, seed=2) - 1 for key, leaf in x.items()}
+
+    def results(compile):
+        def fun(x):
+            problem = ODEProblem(f, np.ones(d), (0.0, 0.3), x["p"] if shared else np.ones(m))
+            sol = solve(
+                EnsembleProblem(problem, u0=x["u0"], p=None if shared else x["p"]), alg, saveat=[0.2], compile=compile
+            )
+            return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+
+        return fun
+
+    expected = mpiad.jvp(results(False), x, v)[1]
+    monkeypatch.setattr("mpiad.ensemble.directions.push_run", None)
+    for found in (mpiad.jvp(results(True), x, v)[1], mpiad.linearize(results(True))(x).jvp(v)):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def lorenz_of_three(u, p, t):

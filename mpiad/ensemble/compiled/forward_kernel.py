@@ -327,8 +327,6 @@ def set_first_tangents(kernel: Kernel, lane: ForwardLane, i: int) -> None:
         if kind == "seed":
             for n in static(range(spec.wanted_varying)):
                 lane.dp[j, n] = arrays.p[spec.varying + j * spec.wanted_varying + n, i]
-            for n in static(range(spec.wanted_shared)):
-                lane.dp[j, spec.wanted_varying + n] = arrays.s[spec.shared + j * spec.wanted_shared + n]
 
 
 @inlined
@@ -440,7 +438,10 @@ def propagate(kernel: Kernel, lane: ForwardLane, step: Step, matrix: Matrix, j: 
     # In this step the last stage's tangent is needed only for states inside the step.
     dnew, last = state(spec), spec.stages - (not spec.inside)
     dk = [state(spec) for _ in range(spec.stages + 1)]
-    seeds = Seeds([lane.dp[j, n] for n in range(spec.wanted_varying + spec.wanted_shared)] if is_seed else ())
+    seeds = Seeds()
+    if is_seed:
+        shared = [kernel.arrays.s[spec.shared + j * spec.wanted_shared + n] for n in range(spec.wanted_shared)]
+        seeds = Seeds([*(lane.dp[j, n] for n in range(spec.wanted_varying)), *shared])
     if spec.tableau.implicit:
         rosenbrock_tangents(kernel, step, matrix, seeds, du, dnew, dk)
     else:

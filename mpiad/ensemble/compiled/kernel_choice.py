@@ -323,21 +323,21 @@ class Compiler:
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, inputs: Batch) -> Outcome:
         """Solve all trajectories of a batch, given the result of `plan` for this batch or a similar one."""
-        outcome = None
-        if plan is None:
-            plan, outcome = self._by_arrays(batch, settings)
-        if outcome is None:
-            outcome = self._solver(plan, batch, settings).solved(inputs)
+        result = self._by_arrays(batch, settings) if plan is None else plan
+        if isinstance(result, Outcome):
+            outcome = result
+        else:
+            outcome = self._solver(result, batch, settings).solved(inputs)
             self._history.costs[self.kernels["forward"].source.text] = 0.0  # type: ignore[union-attr]  # set by `plan`
         if self._history is not None and not self.together:
             self.record(outcome.naccept + outcome.nreject)
         return outcome
 
-    def _by_arrays(self, batch: Batch, settings: Settings) -> tuple[TracedProblem | None, Outcome | None]:
+    def _by_arrays(self, batch: Batch, settings: Settings) -> TracedProblem | Outcome:
         """Solve by arrays, and return the outcome; or the traced problem, if a kernel is to solve from the start."""
         watch, self._watch = self._watch, None
         if watch is None and not self._is_open:
-            return None, self.backend.run(batch, settings)
+            return self.backend.run(batch, settings)
         ended = 0
 
         def progress(count: int) -> None:
@@ -352,15 +352,21 @@ class Compiler:
             wants = watch is not None and watch.is_better(watch.at_end(outcome))
         except Restart:
             wants = True
-        if not self._settled(wants):
-            return None, outcome
-        plan = None if watch is None else watch.plan()
-        if not self._settled(plan is not None, every=True):
-            return None, self.backend.run(batch, settings) if outcome is None else outcome
+        is_given_up = self._settled(wants)
+        plan, failure = None, None
+        try:
+            plan = watch.plan() if is_given_up and watch is not None else None
+        except FAILURES as error:  # raised when the ranks have agreed
+            failure = error
+        is_given_up = is_given_up and self._settled(plan is not None, every=True)
+        if failure is not None:
+            raise failure
+        if not is_given_up or plan is None:
+            return self.backend.run(batch, settings) if outcome is None else outcome
         if settings.progress is not None:
             settings.progress(-ended)
         self._chosen, self.execution = True, "kernel: restarted, since arrays took more steps than estimated"
-        return plan, None
+        return plan
 
     def _settled(self, vote: bool, every: bool = False) -> bool:
         """Return whether any rank, or `every` rank, votes for a kernel; collective if several ranks solve together."""

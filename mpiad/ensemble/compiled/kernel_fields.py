@@ -61,7 +61,6 @@ def sizes_of(spec: KernelSpec) -> dict[str, int]:
         "components": spec.d, "parameters": spec.varying, "stages": spec.stages + 1, "directions": len(spec.directions),
         "events": len(spec.events), "wanted_varying": spec.wanted_varying, "wanted_shared": spec.wanted_shared,
         "inside": (spec.stages + 1) * spec.inside, "timed": (spec.stages + 1) * spec.timed,
-        "wanted": spec.wanted_varying + spec.wanted_shared,
         "jacobian": (len(spec.jacobian) + len(spec.slopes)) * spec.timed,
     }  # fmt: skip
 
@@ -147,16 +146,23 @@ class Layout:
         b, exact = (copies * self.counts[buffer] * self.lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
-    def lane(self, b: Array, exact: Array, l: int, ids: Array, copy: int = 0, **arrays: tuple[Array, int]) -> Array:
+    def lane(self, b: Array, exact: Array, l: int, ids: Array, **arrays: tuple[Array, int]) -> Array:
         """Return lane l of two buffers; `arrays`: further arrays with one number per lane, and the places of the first one.
 
-        `ids`: the trajectories of the lanes, or -1. `copy`: the number of the copy in buffers with several.
+        `ids`: the trajectories of the lanes, or -1.
         """
+        return self._lane_of((b, exact), dict.fromkeys(self.counts, l), l, ids, arrays)
+
+    def copied_lane(self, b: Array, exact: Array, l: int, ids: Array, copy: int) -> Array:
+        """Return lane l of a copy in buffers with several copies."""
+        places = {name: l + copy * (count * self.lanes) for name, count in self.counts.items()}
+        return self._lane_of((b, exact), places, l, ids, {})
+
+    def _lane_of(
+        self, both: tuple[Array, Array], places: dict[str, int], l: int, ids: Array, arrays: dict[str, tuple[Array, int]]
+    ) -> Array:
+        b, exact = both
         buffers, fields, numbers = {"b": b, "exact": exact}, dict[str, Field](), dict[str, Field]()
-        places = {
-            name: l + copy * (count * self.lanes) if isinstance(copy, Expression) or copy else l
-            for name, count in self.counts.items()
-        }
         for name, (buffer, offset, shape) in self._places.items():
             entries = Field(buffers[buffer], offset, shape, self.lanes, places[buffer])
             (fields if vars(self._lane)[name].axes else numbers)[name] = entries
@@ -185,8 +191,8 @@ class ForwardLane(Lane):
     # Tangents of the state, of the state after the step, and of the stages.
     du, dnew = (field("directions", "components") for _ in range(2))
     dk = field("directions", "stages", "components")
-    # Tangents of the parameters in directions of the kind "seed".
-    dp = field("directions", "wanted")
+    # Tangents of the parameters per trajectory in directions of the kind "seed".
+    dp = field("directions", "wanted_varying")
     # Values of the conditions before and after the step, before a root, and the fractions of the step at which roots lie.
     condition, condition_new, crossed, fraction = (field("events", exact=True) for _ in range(4))
     # `last_acted`: per event, the time at which it last acted, or the start. `side`: per event that acts in both
@@ -261,8 +267,8 @@ class TangentLane(Lane):
 
 
 class DirectionLane(Lane):
-    """The tangents of one trajectory in one direction: of the state, the parameters and the time."""
+    """The tangents of one trajectory in one direction: of the state, its parameters and the time."""
 
     du = field("components")
-    dp = field("wanted")
+    dp = field("wanted_varying")
     dt = field(exact=True)

@@ -173,6 +173,11 @@ class KernelSpec(NamedTuple):
         return len(self.loaded("s")) > MOST_SCALARS and not self.on_gpu
 
     @property
+    def seeds_array(self) -> bool:
+        """Whether CPU kernels pass the tangents of the shared parameters as an array."""
+        return self.wanted_shared > MOST_SCALARS and not self.on_gpu
+
+    @property
     def accumulates(self) -> bool:
         """Whether the derivatives in CPU kernels add the cotangents of parameters to arrays."""
         return self.wanted_varying + self.wanted_shared > MOST_SCALARS and not self.on_gpu

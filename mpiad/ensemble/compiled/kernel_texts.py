@@ -191,11 +191,10 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     # The functions df0, df1, … have a constant 1 as the tangent of a parameter.
     seeds = program.groups.get("seed", 0)
     names["seed"] = state("w", min(spec.d, seeds) if name[:2] == "df" and name != "df" else seeds)
-    accumulates = spec.accumulates and fused
-    from_array = accumulates and name.startswith(("df", "djacobian", "dcondition", "daffect"))
+    from_array = spec.seeds_array and fused and name.startswith(("df", "djacobian", "dcondition", "daffect"))
     if from_array:
-        places = range(spec.wanted_varying + spec.wanted_shared)
-        names["seed"][spec.d : spec.d + len(places)] = [f"e[{spec.lanes * k} + l]" for k in places]
+        first = spec.d + spec.wanted_varying
+        names["seed"][first : first + spec.wanted_shared] = [f"e[{k} + l]" for k in range(spec.wanted_shared)]
     names["cotangent"] = state("w", program.groups.get("cotangent", 0))
     names["direction"] = state("x", program.groups.get("direction", 0))
     tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
@@ -211,7 +210,7 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
         stored |= {k: Stored("out[{0}] = {1}", k) for k in range(count)}
     if from_array:
         arguments.append("l")
-    if accumulates and name in ("g", "curvature"):
+    if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)
         for k in range(spec.wanted_varying + spec.wanted_shared):

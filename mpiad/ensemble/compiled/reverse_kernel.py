@@ -54,6 +54,7 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Reals2,
     Reals3,
     ReverseLane,
+    TangentLane,
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
@@ -352,7 +353,7 @@ class Recomputed(NamedTuple):
 
 
 @inlined
-def step_again(kernel: Kernel, lane: ReverseLane, tn: float) -> Recomputed:
+def step_again(kernel: Kernel, lane: ReverseLane | TangentLane, tn: float) -> Recomputed:
     """Recompute the stages of a step up to `tn`; those of a step that an event has cut short extend to its full end."""
     spec, u = kernel.spec, state(kernel.spec)
     copy(spec, u, lane.u)

@@ -484,7 +484,7 @@ def rosenbrock_tangents(
         kernel.call("djacobian", (moved,), *inputs)
     for n in range(count) if spec.rolled else static(range(count)):
         moved[n] = moved[n] * step.size
-        if spec.timed:
+        if seeds.dh is not None:
             moved[n] = fma(seeds.dh, matrix.jacobian[n], moved[n])
     for i in static(range(1, spec.stages)):
         y, along = static((step.u, du) if i == 1 else (step.y[i], w))

@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import double, fma, single, total, vector, where
-from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane
+from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane, TangentLane
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
 
@@ -112,7 +112,7 @@ def stage_time(spec: KernelSpec, i: int, step: Step) -> float:
 
 
 @inlined
-def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane) -> Sequence[float]:
+def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane | TangentLane) -> Sequence[float]:
     """Return the arguments of f for parameters; entries of tables are read from arrays, at the lane's column."""
     spec, p = kernel.spec, vector(kernel.spec.varying)
     for j in static(spec.loaded("p")):

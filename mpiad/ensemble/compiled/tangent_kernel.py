@@ -84,10 +84,10 @@ class TangentArrays(NamedTuple):
     alive: Booleans
     save_step: Words2
     # Tangents of the inputs, with the directions along the first axis: of initial states, parameters per trajectory and
-    # shared parameters, start and end of tspan, and given times of events.
+    # shared parameters (a vector of all directions), start and end of tspan, and given times of events.
     du0: Reals3
     dp: Reals3
-    ds: Reals2
+    ds: Reals
     dstart: Doubles2
     dend: Doubles2
     ddue: Doubles3
@@ -128,8 +128,9 @@ class Layouts(NamedTuple):
 @lru_cache(64)
 def layout_of(spec: KernelSpec) -> Layouts:
     """Return the layouts of the kernel's buffers."""
-    lu = lu_of(spec) if spec.tableau.implicit and not is_looped(spec) else None
-    sizes = {"factors": 0 if lu is None else len(entries_of(lu)), "swaps": 0 if lu is None else len(swaps_of(lu))}
+    lu = lu_of(spec) if spec.tableau.implicit else None
+    unrolled = isinstance(lu, UnrolledLU)
+    sizes = {"factors": len(entries_of(lu)) if unrolled else 0, "swaps": len(swaps_of(lu)) if unrolled else 0}
     return Layouts(Layout(spec, TangentLane, reserved_of(spec), sizes), Layout(spec, DirectionLane))
 
 
@@ -142,7 +143,7 @@ def lane_of(layouts: Layouts, arrays: TangentArrays, l: int) -> TangentLane:
 
 def along_of(layouts: Layouts, arrays: TangentArrays, l: int, j: int) -> DirectionLane:
     """Return the fields of lane l for direction j."""
-    return layouts.direction.lane(arrays.along, arrays.along_exact, l, arrays.ids, j)
+    return layouts.direction.copied_lane(arrays.along, arrays.along_exact, l, arrays.ids, j)
 
 
 @inlined
@@ -181,7 +182,7 @@ def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays
                     for j in range(count):
                         along = along_of(layout, arrays, l, j)
                         set_size_tangent(kernel, lane, along, arrays.ids[l], j)
-                        push(kernel, lane, along, matrix)
+                        push(kernel, lane, along, j, matrix)
                         write_output(kernel, lane, along, arrays.ids[l], j)
         else:
             for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
@@ -195,7 +196,7 @@ def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays
                             )
                 for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
                     lane = lane_of(layout, arrays, l)
-                    push(kernel, lane, along_of(layout, arrays, l, j), stored_matrix(spec, lane))
+                    push(kernel, lane, along_of(layout, arrays, l, j), j, stored_matrix(spec, lane))
                 for l in range(spec.lanes):
                     if arrays.ids[l] >= 0:
                         lane = lane_of(layout, arrays, l)
@@ -250,8 +251,6 @@ def start(kernel: Kernel, along: DirectionLane, i: int, j: int) -> None:
         along.du[c] = arrays.du0[j, c, i]
     for n in range(spec.wanted_varying):
         along.dp[n] = arrays.dp[j, n, i]
-    for n in range(spec.wanted_shared):
-        along.dp[n + spec.wanted_varying] = arrays.ds[j, n]
     if spec.timed:
         along.dt = arrays.dstart[j, i]
 
@@ -361,7 +360,7 @@ class StoredSwaps(StoredEntries):
 
 
 @inlined
-def recompute(kernel: Kernel, lane: TangentLane) -> Matrix:
+def recompute(kernel: Kernel, lane: TangentLane) -> Matrix | None:
     """Compute the stages of the step again, and store what the tangents need; return the matrix of a Rosenbrock method."""
     spec, last = kernel.spec, kernel.spec.stages
     recomputed = step_again(kernel, lane, lane.tn)
@@ -374,11 +373,11 @@ def recompute(kernel: Kernel, lane: TangentLane) -> Matrix:
     if spec.timed:
         for n in static(range(1, last + 1)):
             copy(spec, Row(lane.slopes, n), step.slopes[n])
-    if spec.tableau.implicit:
+    if matrix is not None:
         if spec.timed:
             for n in static(range(len(spec.jacobian) + len(spec.slopes))):
                 lane.jacobian[n] = matrix.jacobian[n]
-        if not is_looped(spec):
+        if isinstance(matrix.lu, UnrolledLU):
             for index, n in static(entries_of(matrix.lu).items()):
                 lane.factors[n] = matrix.w[index]
             for index, n in static(swaps_of(matrix.lu).items()):
@@ -428,22 +427,24 @@ def step_of(kernel: Kernel, lane: TangentLane) -> Step:
     return Step(t, lane.tn, lane.h, rounded(spec, lane.h), u, y[-1], k, [u, *y], parameters_of(kernel, lane), slopes)
 
 
-def seeds_of(spec: KernelSpec, lane: TangentLane, along: DirectionLane) -> Seeds:
-    """Return the tangents of the parameters, of the time before the step, and of its size."""
+def seeds_of(kernel: Kernel, lane: TangentLane, along: DirectionLane, j: int) -> Seeds:
+    """Return the tangents of the parameters, of the time before the step, and of its size, in direction j."""
+    spec, first, ds = kernel.spec, j * kernel.spec.wanted_shared, kernel.arrays.ds
     dt, dh = (rounded(spec, along.dt), rounded(spec, lane.dh)) if spec.timed else (None, None)
-    if spec.accumulates:
-        return Seeds([along.dp.start], dt, dh, [along.index])
-    return Seeds([along.dp[n] for n in range(spec.wanted_varying + spec.wanted_shared)], dt, dh)
+    varying = [along.dp[n] for n in range(spec.wanted_varying)]
+    if spec.seeds_array:
+        return Seeds([*varying, ds], dt, dh, [first])
+    return Seeds([*varying, *(ds[first + n] for n in range(spec.wanted_shared))], dt, dh)
 
 
 @inlined
-def push(kernel: Kernel, lane: TangentLane, along: DirectionLane, matrix: Matrix) -> None:
-    """Propagate the tangents in one direction through the step."""
-    spec, step, seeds = kernel.spec, step_of(kernel, lane), seeds_of(kernel.spec, lane, along)
+def push(kernel: Kernel, lane: TangentLane, along: DirectionLane, j: int, matrix: Matrix | None) -> None:
+    """Propagate the tangents in direction j through the step."""
+    spec, step, seeds = kernel.spec, step_of(kernel, lane), seeds_of(kernel, lane, along, j)
     du, dnew, last = state(spec), state(spec), spec.stages - (not spec.inside)
     dk = [state(spec) for _ in range(spec.stages + 1)]
     copy(spec, du, along.du)
-    if spec.tableau.implicit:
+    if matrix is not None:
         rosenbrock_tangents(kernel, step, matrix, seeds, du, dnew, dk)
     else:
         tangents(kernel, step, "df", du, dnew, dk, 0, last, seeds)
@@ -526,7 +527,7 @@ def push_root(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j
     A step that the event has cut short is differentiated as a full step, in which the fraction of the event moves.
     """
     spec, arrays, last = kernel.spec, kernel.arrays, kernel.spec.stages
-    step, seeds = step_of(kernel, lane), seeds_of(spec, lane, along)
+    step, seeds = step_of(kernel, lane), seeds_of(kernel, lane, along, j)
     if last in spec.interpolating and not spec.timed:
         end = state(spec)
         kernel.call("f", (end,), step.y[last], step.parameters, stage_time(spec, last, step))
@@ -562,7 +563,7 @@ def push_root(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j
 def push_jump(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j: int, m: int) -> None:
     """Propagate the tangent through an event that acted."""
     spec, arrays, parameters = kernel.spec, kernel.arrays, parameters_of(kernel, lane)
-    u, du, out, seeds = state(spec), state(spec), state(spec), seeds_of(spec, lane, along)
+    u, du, out, seeds = state(spec), state(spec), state(spec), seeds_of(kernel, lane, along, j)
     time = rounded(spec, arrays.jump_time[m])
     copy(spec, u, Row(arrays.jump_state, m))
     copy(spec, du, along.du)

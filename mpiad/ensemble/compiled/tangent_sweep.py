@@ -93,16 +93,14 @@ class _Push:
     """The tangents of a run, in directions that are the first axis of all arrays."""
 
     def __init__(self, solver: Solver, run: Run, inputs: InputTangents, timed: bool):
-        self._solver, self._run, self._inputs, self._timed = solver, run, inputs, timed
-        count, m = run.batch.size, len(inputs.u0)
-        if timed:
-            slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
-            start, end = (np.zeros((m, count)) if x is None else x for x in (inputs.start, inputs.end))
-            due = np.zeros((m, slots, count)) if inputs.due is None else inputs.due
-            self._inputs = inputs._replace(start=start, end=end, due=due)
+        self._solver, self._run, self._leaves, self._timed = solver, run, inputs.leaves, timed
+        zeros = np.zeros((len(inputs.u0), run.batch.size if timed else 0))
+        start, self._end = (zeros if x is None else x for x in (inputs.start, inputs.end))
+        slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
+        self._due: Array = np.repeat(zeros[:, None], slots, axis=1) if inputs.due is None else inputs.due
         # The tangents of the states and times of failed trajectories are zero.
         self._u0 = np.where(run.live, inputs.u0, 0.0)
-        self._start = np.where(run.live, self._inputs.start, 0.0) if timed else np.zeros((m, 0))
+        self._start = np.where(run.live, start, 0.0) if timed else zeros
         if run.jumps is not None and run.jumps.at_start():
             begun = self._traced(lambda replay, u, inputs: replay.begun(u, inputs), run.batch.u0, self._u0, slice(None))
             self._u0, self._start = begun[0], begun[1] if timed else self._start
@@ -112,16 +110,12 @@ class _Push:
         run, timed = self._run, self._timed
         with restoring_state(), Bundle() as bundle:
             leaves = list(run.batch.p.leaves)
-            for place, tangent in self._inputs.leaves.items():
+            for place, tangent in self._leaves.items():
                 leaves[place] = bundle.variable(leaves[place], list(tangent))
             given = Inputs(leaves)
             if timed:
-                zeros, due = np.zeros(run.batch.size), np.zeros(self._inputs.due.shape[1:])  # type: ignore[union-attr]
-                given = given._replace(
-                    shift=bundle.variable(zeros, list(self._start)),
-                    lengthening=bundle.variable(zeros, list(self._inputs.end)),  # type: ignore[arg-type]
-                    due=bundle.variable(due, list(self._inputs.due)),  # type: ignore[arg-type]
-                )
+                times = self._start, self._end, self._due
+                given = Inputs(leaves, *(bundle.variable(np.zeros_like(x[0]), list(x)) for x in times))
             values = fun(Replay(run, timed), bundle.variable(u, list(du)), given.of(run, ids))
             plain = [(getval(value), bundle.parts(value)[1]) for value in values if value is not None]
         m = len(du)
@@ -142,13 +136,13 @@ class _Push:
             if mask.any():
                 saved = np.where(mask[..., None], np.swapaxes(states, 1, 2)[:, :, None], saved)
         at_events = kernel.dt_end if timed and run.jumps is not None else kernel.dreached
-        reached = np.where(run.live, np.where(run.terminated, at_events, self._inputs.end if timed else 0.0), 0.0)
+        reached = np.where(run.live, np.where(run.terminated, at_events, self._end if timed else 0.0), 0.0)
         return ResultTangents(saved, np.swapaxes(du_end, 1, 2), reached, kernel.dcrossed)
 
     def _swept(self, packing: ParameterPacking) -> _KernelTangents:
         """Run the kernel over all recorded steps."""
-        run, solver, inputs, timed = self._run, self._solver, self._inputs, self._timed
-        m, count, outcome, real = len(inputs.u0), run.batch.size, solver.recorded(run.outcome), solver.spec.dtype
+        run, solver, timed = self._run, self._solver, self._timed
+        m, count, outcome, real = len(self._u0), run.batch.size, solver.recorded(run.outcome), solver.spec.dtype
         stops = np.zeros(0 if run.outcome.event_table is None else run.outcome.event_table.shape[1])
         stops[run.stop_rows] = 1.0
         events = event_rows(run, np.sort(np.append(run.stop_rows, run.crossing_rows)), run.crossed_row, stops)
@@ -156,10 +150,9 @@ class _Push:
         inside = solver.spec.inside and (run.n_saved > 0 or has_events)
         spec, wanted = solver.derivative_spec(packing.parts, timed, inside, run.jumps is not None, has_events)
         function, layouts = solver.function("tangent", spec, wanted), layout_of(spec)
-        split = [packing.split({k: x[j] for k, x in inputs.leaves.items()}, count, real) for j in range(m)]
-        dp, ds = (np.stack(parts) for parts in zip(*split))
-        du0, none = argument(row_parts(self._u0), real), np.empty((m, 0))
-        times = (self._start, inputs.end, inputs.due) if timed else (none, none, none[:, None])
+        split = [packing.split({k: x[j] for k, x in self._leaves.items()}, count, real) for j in range(m)]
+        dp, ds = np.stack([varying for varying, _ in split]), np.concatenate([shared for _, shared in split])
+        du0, times = argument(row_parts(self._u0), real), (self._start, self._end, self._due)
         crossed = len(run.event_times.ids) if run.settings.events else 0
         zeros = np.zeros((m, count, run.n_saved, spec.d), real), np.zeros((m, count)), np.zeros((m, crossed))
         results = _KernelTangents(du0.copy(), *zeros, np.array(self._start) if timed else np.zeros((m, count)))
