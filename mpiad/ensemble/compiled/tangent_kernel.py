@@ -173,35 +173,7 @@ def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays
         for l in range(spec.lanes):
             if arrays.ids[l] >= 0:
                 fetch(kernel, lane_of(layout, arrays, l), arrays.ids[l])
-        if is_looped(spec):
-            # The lanes use the array of the factorization one after the other.
-            for l in range(spec.lanes):
-                if arrays.ids[l] >= 0:
-                    lane = lane_of(layout, arrays, l)
-                    matrix = recompute(kernel, lane)
-                    for j in range(count):
-                        along = along_of(layout, arrays, l, j)
-                        set_size_tangent(kernel, lane, along, arrays.ids[l], j)
-                        push(kernel, lane, along, j, matrix)
-                        write_output(kernel, lane, along, arrays.ids[l], j)
-        else:
-            for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
-                recompute(kernel, lane_of(layout, arrays, l))
-            for j in range(count):
-                if spec.timed:
-                    for l in range(spec.lanes):
-                        if arrays.ids[l] >= 0:
-                            set_size_tangent(
-                                kernel, lane_of(layout, arrays, l), along_of(layout, arrays, l, j), arrays.ids[l], j
-                            )
-                for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
-                    lane = lane_of(layout, arrays, l)
-                    push(kernel, lane, along_of(layout, arrays, l, j), j, stored_matrix(spec, lane))
-                for l in range(spec.lanes):
-                    if arrays.ids[l] >= 0:
-                        lane = lane_of(layout, arrays, l)
-                        if lane.has_output > 0.0:
-                            write_output(kernel, lane, along_of(layout, arrays, l, j), arrays.ids[l], j)
+        (push_one_by_one if is_looped(spec) else push_lanes)(kernel, layout, count)
         for l in range(spec.lanes):
             if arrays.ids[l] >= 0:
                 lane = lane_of(layout, arrays, l)
@@ -212,6 +184,42 @@ def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays
     arrays.state[0] = next_id
     arrays.state[2] = vacant_lanes
     arrays.state[3] = turns
+
+
+@inlined
+def push_lanes(kernel: Kernel, layout: Layouts, count: int) -> None:
+    """Propagate the tangents of all lanes through one step of each."""
+    spec, arrays = kernel.spec, kernel.arrays
+    for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
+        recompute(kernel, lane_of(layout, arrays, l))
+    for j in range(count):
+        if spec.timed:
+            for l in range(spec.lanes):
+                if arrays.ids[l] >= 0:
+                    set_size_tangent(kernel, lane_of(layout, arrays, l), along_of(layout, arrays, l, j), arrays.ids[l], j)
+        for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
+            lane = lane_of(layout, arrays, l)
+            push(kernel, lane, along_of(layout, arrays, l, j), j, stored_matrix(spec, lane))
+        for l in range(spec.lanes):
+            if arrays.ids[l] >= 0:
+                lane = lane_of(layout, arrays, l)
+                if lane.has_output > 0.0:
+                    write_output(kernel, lane, along_of(layout, arrays, l, j), arrays.ids[l], j)
+
+
+@inlined
+def push_one_by_one(kernel: Kernel, layout: Layouts, count: int) -> None:
+    """Do the same for one lane after the other, since they use the same array for a factorization."""
+    arrays = kernel.arrays
+    for l in range(kernel.spec.lanes):
+        if arrays.ids[l] >= 0:
+            lane = lane_of(layout, arrays, l)
+            matrix = recompute(kernel, lane)
+            for j in range(count):
+                along = along_of(layout, arrays, l, j)
+                set_size_tangent(kernel, lane, along, arrays.ids[l], j)
+                push(kernel, lane, along, j, matrix)
+                write_output(kernel, lane, along, arrays.ids[l], j)
 
 
 # ---- the sequence of steps
