@@ -171,7 +171,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             stop, parts = position, None
             is_zero = all(lane.totals[position] is None for lane in lanes)
             if kind is StackedVjp and not is_zero:
-                pull, like = node.pull.pull_stacked, node.pull.like
+                pull, like = node.pull.pull_several, node.pull.like
             if kind is VectorizedVjp or (kind is StackedVjp and not is_zero):
                 stacked = pull(stack([conformed(lane.totals[position], like) for lane in lanes]))  # type: ignore[arg-type]
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]

@@ -65,17 +65,17 @@ class VectorizedVjp(partial):
 
 
 class StackedVjp:
-    """The adjoint of a local operation, ``pull(g)``, and ``pull_stacked(gs)`` for several cotangents, as `VectorizedVjp`.
+    """The adjoint of a local operation, ``pull(g)``, and ``pull_several(gs)`` for several cotangents, as `VectorizedVjp`.
 
     `like`: the spec of a cotangent.
     """
 
-    __slots__ = ("_pull", "like", "pull_stacked")
+    __slots__ = ("_pull", "like", "pull_several")
 
     def __init__(
-        self, pull: Callable[[Array], Sequence[Array]], pull_stacked: Callable[[Array], Sequence[Array]], like: Spec
+        self, pull: Callable[[Array], Sequence[Array]], pull_several: Callable[[Array], Sequence[Array]], like: Spec
     ):
-        self._pull, self.pull_stacked, self.like = pull, pull_stacked, like
+        self._pull, self.pull_several, self.like = pull, pull_several, like
 
     def __call__(self, g: Array) -> Sequence[Array]:
         """Return the cotangents of the inputs."""

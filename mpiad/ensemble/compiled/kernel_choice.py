@@ -192,7 +192,7 @@ class _Watch:
         self.plan, self._history, self._solver, self._repetitions = lru_cache(1)(trace), history, solver, repetitions
         self._batch, self._settings, self._inputs = batch, settings, inputs
         self._cost = history.loading + _COMPILING if history.cost <= history.loading else history.cost
-        self._expected = history.expected(settings, batch)
+        self._expectation = history.expected(settings, batch)
         self._is_exact = self._is_over = False
 
     def __call__(self, advance: Advance) -> float:
@@ -226,7 +226,7 @@ class _Watch:
         return self._exceeds(advance)
 
     def _exceeds(self, advance: Advance) -> bool:
-        longest, mean = self._expected
+        longest, mean = self._expectation
         # First steps are small, so the number of steps can't be estimated from a few.
         exceeds = advance.all_turns > _EXCEEDED * longest or advance.all_steps > _EXCEEDED * mean * advance.size
         if advance.turns < max(0.5 * longest, _STEPS) or not exceeds:

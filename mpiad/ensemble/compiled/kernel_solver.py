@@ -59,7 +59,7 @@ class Solver:
         self.directions: tuple[tuple[str, int], ...] = ()  # in which the forward kernel propagates unit tangents
         # The tangents of the inputs in which it propagates others, as `Batch.tangents`, and their parameters.
         self.seeds: dict[int, Array] = {}
-        self._seeded: tuple[PackedLeaf, ...] = ()
+        self._seed_parts: tuple[PackedLeaf, ...] = ()
         self._wanted: tuple[int, ...] = ()
         self._recorded: Outcome | None = None
 
@@ -82,12 +82,12 @@ class Solver:
         seeds = inputs.tangents() or {}
         count = max(map(len, seeds.values()), default=0)
         width = next((width for width in _WIDTHS if 0 < count <= width), 0)
-        seeded = tuple(part for part in self.traced.packing.parts if part.place + FIRST_LEAF in seeds)
-        number = sum(len(part.scalars) for part in seeded)
+        seed_parts = tuple(part for part in self.traced.packing.parts if part.place + FIRST_LEAF in seeds)
+        number = sum(len(part.scalars) for part in seed_parts)
         if not width or width * self.spec.d > _MOST_NUMBERS or number > MOST_SCALARS:
             return self.spec
-        self.seeds, self._seeded = seeds, seeded
-        spec, self._wanted = self.derivative_spec(seeded, False, self.spec.inside, False, False)
+        self.seeds, self._seed_parts = seeds, seed_parts
+        spec, self._wanted = self.derivative_spec(seed_parts, False, self.spec.inside, False, False)
         sizes = {"wanted_varying": spec.wanted_varying, "wanted_shared": spec.wanted_shared}
         return self.spec._replace(directions=tuple(("seed", j) for j in range(width)), **sizes)
 
@@ -99,7 +99,7 @@ class Solver:
         du = np.zeros((m, spec.d, count), spec.dtype)
         if 0 in self.seeds:
             du[: len(self.seeds[0])] = row_parts(self.seeds[0])
-        packing, rows = ParameterPacking(self._seeded), []
+        packing, rows = ParameterPacking(self._seed_parts), []
         for j in range(m):
             leaves = {k - FIRST_LEAF: x[j] if j < len(x) else np.zeros_like(x[0]) for k, x in self.seeds.items()}
             rows.append(packing.split(leaves, count, spec.dtype))
