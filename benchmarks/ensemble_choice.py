@@ -1,11 +1,13 @@
 """The choice of compile="auto" beside both of its ways, kernels and arrays, and beside SciPy and diffrax, on one core.
 
-    python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--no-peers]
+    python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--cold-rounds 2]
+        [--no-peers]
 
-`benchmarks/choice/systems.py` says what is solved. Kernels are on disk: a process with compile=True has put them there. The
-first solve of a process is timed in new processes, without imports, and later solves in one process, in which the sides
-alternate; the least of all times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs
-where `make bench-peers` has installed it, after its compilation.
+`benchmarks/choice/systems.py` says what is solved. Cold solves are the first ones of new processes without kernels on
+disk. For the other solves kernels are on disk: a process with compile=True has put them there. The first solve of a process
+is timed in new processes, without imports, and later solves in one process, in which the sides alternate; the least of all
+times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs where `make bench-peers`
+has installed it, after its compilation.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ COLD = {
     "100 species": 5, "100 species, gradient": 10, "100 species, Rodas5P": 8, "100 species, Rodas5P, gradient": 16,
     "POLLU": 3, "POLLU, gradient": 6,
 }  # fmt: skip
+# The bound on a cold solve by "auto": a factor of the better way, and an addition in seconds.
+COLD_FACTOR, COLD_ADDITION = 1.5, 0.3
 SETTLING = 300  # solves by "auto", at most
 
 
@@ -95,11 +99,22 @@ def child(folder: str, *arguments: str, python: str = sys.executable, program: P
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(name: str, rounds: int, folder: str, peers: bool) -> None:
+def measured(name: str, rounds: int, cold_rounds: int, folder: str, peers: bool) -> None:
     """Measure a case, print its figures and report its ratios."""
     case = CASES[name]
-    cold = child(folder, "--first", name, "kernel")["seconds"]
+    colds = dict.fromkeys(WAYS, np.inf)
+    for _ in range(cold_rounds):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as empty:
+                colds[way] = min(colds[way], child(empty, "--first", name, way)["seconds"])
+    cold = min(colds["kernel"], child(folder, "--first", name, "kernel")["seconds"])
     report(f"{name}, cold, kernel, seconds", cold, at_most=COLD.get(name))
+    if cold_rounds:
+        print(f"{name}\n  cold: {shown(colds)}")
+        bound = COLD_FACTOR * min(colds["kernel"], colds["arrays"]) + COLD_ADDITION
+        report(f"{name}, cold, auto over 1.5 times the better way + 0.3 s", colds["auto"] / bound, at_most=1.0)
+    if not rounds:
+        return
     firsts = dict.fromkeys(WAYS, np.inf)
     how = ""
     for _ in range(rounds):
@@ -137,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold-rounds", type=int, default=2)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--first", nargs=2)
     parser.add_argument("--later")
@@ -146,7 +162,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         for name in options.cases:
-            measured(name, options.rounds, folder, not options.no_peers)
+            measured(name, options.rounds, options.cold_rounds, folder, not options.no_peers)
 
 
 main()

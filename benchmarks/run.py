@@ -72,6 +72,7 @@ JOBS = (
     Job("ensemble_stragglers.py", 1, 60),
     Job("ensemble_ranks.py", 2, 310, "--repeats 3"),
     Job("ensemble_fits.py", 2, 120),
+    Job("ensemble_fits.py", 1, 120, "--pooled"),
     Job("ensemble_events.py", 1, 120, "--repeats 3"),
     # Small ones to two tolerances; by itself it measures all.
     Job("ensemble_stiff.py", 1, 400, "--systems robertson oregonator hires --count 1000 --peer-count 20 --rtol 1e-4 1e-7"),

@@ -9,7 +9,7 @@ import autograd.numpy as np
 from stiff.systems import SMOG, pollu
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
+from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, Tsit5, remake, solve
 
 
 class Case(NamedTuple):
@@ -40,6 +40,11 @@ def pleiades(u: Any, p: Any, t: Any) -> Any:
     dx, dy = x[:, None] - x[None], y[:, None] - y[None]
     apart = (dx**2 + dy**2 + np.eye(7).reshape(7, 7, *[1] * (np.ndim(u) - 1))) ** 1.5
     return np.concatenate([u[14:], np.sum(masses * dx / apart, axis=0), np.sum(masses * dy / apart, axis=0)])
+
+
+def van_der_pol(u: Any, p: Any, t: Any) -> list:
+    """Return the rates of a stiff oscillator, whose number of steps is proportional to tspan."""
+    return [u[1], p[0] * (1 - u[0] ** 2) * u[1] - u[0]]
 
 
 STARS = [3, 3, -1, -3, 2, -2, 2, 3, -3, 2, 0, 0, -4, 4, 0, 0, 0, 0, 0, 1.75, -1.5, 0, 0, 0, -1.25, 1, 0, 0]
@@ -102,6 +107,7 @@ PREY = ODEProblem(lotka_volterra, [1.0, 1.0], (0.0, 10.0), [1.5, 1.0, 3.0, 1.0])
 NEURAL = {width: ODEProblem(hybrid, [1.0, 1.0], (0.0, 3.0), network(width)) for width in (8, 24)}
 DEEP = {width: ODEProblem(deep, [1.0, 1.0], (0.0, 3.0), network(width, 2)) for width in (24, 64)}
 STIFF = ODEProblem(robertson, [1.0, 0.0, 0.0], (0.0, 1e5), [0.04, 3e7, 1e4])
+OSCILLATOR = ODEProblem(van_der_pol, [2.0, 0.0], (0.0, 400.0), np.array([5.0]))
 SPECIES = {n: ODEProblem(reactions(n), np.ones(n), (0.0, 2.0), [0.1, 0.2, 0.3, 0.4]) for n in (30, 60, 100)}
 HOURS, FLOWS = np.linspace(0.0, 10.0, 1000), 1.0 + np.sin(np.linspace(0.0, 9.0, 1000)) ** 2
 TANKS = ODEProblem(fed, [1.0, 1.0], (0.0, 10.0), [0.5, 0.8])
@@ -110,6 +116,8 @@ CASES = {
     "one Lotka-Volterra solve": Case(PREY, Tsit5(), 1e-6, 1e-6, "RK45"),
     "one stiff solve": Case(STIFF, Rodas5P(), 1e-6, 1e-9, "LSODA"),
     "Pleiades, one solve": Case(ODEProblem(pleiades, STARS, (0.0, 3.0)), Tsit5(), 1e-6, 1e-6, "RK45"),
+    "van der Pol": Case(OSCILLATOR, Rodas5P(), 1e-8, 1e-8),
+    "van der Pol, gradient": Case(remake(OSCILLATOR, tspan=(0.0, 50.0)), Rodas5P(), 1e-8, 1e-8, gradient=True),
     "N = 999": Case(many(PREY, 999), Tsit5(), 1e-3, 1e-6),
     "N = 1,000": Case(many(PREY, 1000), Tsit5(), 1e-3, 1e-6),
     "hybrid, 12, gradient": Case(many(NEURAL[8], 12), Tsit5(), 1e-3, 1e-6, gradient=True),
@@ -137,11 +145,12 @@ def run(case: Case, compile: str | bool) -> tuple[Any, str]:
         nonlocal execution
         problem: Any = case.problem
         if case.gradient:
-            problem = EnsembleProblem(mpiad.ensemble.remake(problem.problem, p=p), u0=problem.u0)
+            problem = remake(problem if isinstance(problem, ODEProblem) else problem.problem, p=p)
+            problem = problem if isinstance(case.problem, ODEProblem) else EnsembleProblem(problem, u0=case.problem.u0)
         sol = solve(problem, case.alg, rtol=case.rtol, atol=case.atol, compile=compile)
         execution = sol.execution
         return sol.u_end
 
-    p = case.problem.problem.p if case.gradient else None
+    p = (case.problem if isinstance(case.problem, ODEProblem) else case.problem.problem).p if case.gradient else None
     found = mpiad.grad(lambda p: np.sum(ends(p) ** 2))(p) if case.gradient else ends(p)
     return found, execution

@@ -23,7 +23,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import OrderedNode, Recording
 from mpiad.primitives.cotangents import conform, conformed
-from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
+from mpiad.primitives.operation import BatchedVjp, StackedVjp, VectorizedVjp
 from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.tracing import restore_state, tracing
@@ -165,17 +165,19 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
     try:
         for position in range(stop - 1, first - 1, -1):
             node = nodes[position]
-            if node.like is None and type(node.pull) is not BatchedVjp:
+            kind, pull = type(node.pull), node.pull
+            like: Any = node.like
+            if like is None and kind not in (BatchedVjp, StackedVjp):
                 continue
             run_lanes(range(stop - 1, position, -1))
             stop, parts = position, None
-            if type(node.pull) is VectorizedVjp:
-                like: Any = node.like
-                stacked = node.pull(stack([conformed(lane.totals[position], like) for lane in lanes]))
+            is_zero = all(lane.totals[position] is None for lane in lanes)
+            if kind is StackedVjp and not is_zero:
+                pull, like = node.pull.pull_several, node.pull.like
+            if kind is VectorizedVjp or (kind is StackedVjp and not is_zero):
+                stacked = pull(stack([conformed(lane.totals[position], like) for lane in lanes]))  # type: ignore[arg-type]
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
-            elif type(node.pull) is BatchedVjp and (
-                node.like is not None or any(lane.totals[position] is not None for lane in lanes)
-            ):
+            elif kind is BatchedVjp and (like is not None or not is_zero):
                 parts = node.pull.pull_all(len(lanes))
             if parts is None:
                 run_lanes(range(position, position - 1, -1))

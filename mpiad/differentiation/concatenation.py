@@ -36,6 +36,20 @@ class Concatenation:
             return flat[0]
         return concatenate(flat) if any(map(isbox, flat)) else np.concatenate(flat)
 
+    def rows(self, parts: Sequence[Array]) -> Array:
+        """Return several vectors, shape (m, n), from host arrays that have an additional first axis."""
+        return np.concatenate([np.reshape(part, (len(part), -1)) for part in parts], axis=1, dtype=self.dtype)
+
+    def parts_of_rows(self, rows: Array) -> list[Array]:
+        """Return the arrays contained in several vectors of host arrays, with an additional first axis."""
+        places = zip(self._offsets, self._offsets[1:], self.specs)
+        parts = [(rows[:, a:b].reshape(len(rows), *shape), dtype) for a, b, (shape, dtype, _) in places]
+        return [(part if dtype.kind == "c" else part.real).astype(dtype, copy=False) for part, dtype in parts]
+
+    def zeros(self) -> Array:
+        """Return a vector of zeros."""
+        return Spec((self._offsets[-1],), self.dtype, self._device).zeros()
+
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays contained in a vector."""
         return [self._part(vector, a, b, spec) for a, b, spec in zip(self._offsets, self._offsets[1:], self.specs)]

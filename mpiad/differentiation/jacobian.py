@@ -1,4 +1,9 @@
-"""`jacobian` and `hessian`: derivatives of array-valued objectives and of gradients, by one reverse pass per entry."""
+"""`jacobian` and `hessian`: derivatives of array-valued objectives and of gradients.
+
+A Jacobian J is computed by one reverse pass per entry, or by columns: if the ranks' variables have few numbers compared with
+the entries of J, the columns are products of the linearized function with unit vectors of one number of one rank, or of a
+shared variable on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,13 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
-from mpiad.device.assembly import stack
+from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.gradient import cotangents_of_variables, grad, require_equal_copies, shared_sum
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
+from mpiad.differentiation.products import Linearization, linearization_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError
+from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, Spec, channel
@@ -68,7 +75,13 @@ def jacobian(
         variables = variables_of(args, argnum, "jacobian", shared)
         require_equal_copies(variables, shared, group, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        spec = _agreed_spec(traced, weight, group, variables.shared_shapes())
+        sizes = tuple(_sizes(variables, is_shared) for is_shared in (False, True))
+        spec, sizes_of_ranks = _agreed_spec(traced, weight, group, variables.shared_shapes(), sizes)
+        count = sum(own for own, _ in sizes_of_ranks) + sizes[1]
+        if count * _ROWS_PER_COLUMN <= int(np.prod(spec.shape)):
+            first = sum(own for own, _ in sizes_of_ranks[: group.rank])
+            columns = _Columns(linearization_of(traced, variables), variables, spec, first, count - sizes[1])
+            return variables.filled(columns.leaves(weight, count, comm), lambda leaf: None)
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
         # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
@@ -110,8 +123,74 @@ def hessian(
     return jacobian(gradient, argnum, shared=True, root=root, comm=comm)
 
 
-def _agreed_spec(traced: Traced, weight: float, channel: Channel, shapes: Shapes) -> Spec:
-    """Return the spec of J; raise on all ranks if the spec is invalid, or if spec or `shapes` differ between ranks."""
+# A column is computed from several values, a row from one cotangent, and the first column takes longer than later ones.
+_ROWS_PER_COLUMN = 4
+_COLUMNS = 16  # the maximum number of columns that are computed together
+
+
+def _sizes(variables: Variables, is_shared: bool) -> int:
+    """Return the number of real numbers in the variables that are shared, or aren't."""
+    specs = [spec_like(variables.leaves[place]) for place in variables.places]
+    return sum(_number(spec) for k, spec in enumerate(specs) if (k in variables.shared) == is_shared)
+
+
+def _number(spec: Spec) -> int:
+    return int(np.prod(spec.shape)) * (2 if spec.dtype.kind == "c" else 1)
+
+
+class _Columns:
+    """The columns of J; those of this rank's variables begin with `first`, those of shared variables with `shared`."""
+
+    def __init__(self, linear: Linearization, variables: Variables, spec: Spec, first: int, shared: int):
+        self._linear, self._variables, self._spec = linear, variables, spec
+        # Per variable: its spec and its first column.
+        self._places: list[tuple[Spec, int]] = []
+        next_columns = {False: first, True: shared}
+        for k, place in enumerate(variables.places):
+            leaf, is_shared = spec_like(variables.leaves[place]), k in variables.shared
+            self._places.append((leaf, next_columns[is_shared]))
+            next_columns[is_shared] += _number(leaf)
+
+    def leaves(self, weight: float, count: int, comm: Comm) -> list[Array]:
+        """Return the derivatives with respect to the variables, of shape ``(*J.shape, *x.shape)``; collective."""
+        groups = [self._tangents(weight, range(k, min(count, k + _COLUMNS))) for k in range(0, count, _COLUMNS)]
+        columns = mpi_allreduce(concatenate(groups, axis=0), comm=comm)
+        leaves = []
+        for leaf, first in self._places:
+            part = columns[first : first + _number(leaf)]
+            if leaf.dtype.kind == "c":
+                # In autograd's convention the gradient with respect to a + ib is ∂/∂a - i ∂/∂b.
+                part = part[::2] - 1j * part[1::2]
+            axes = (*range(1, 1 + len(self._spec.shape)), 0)
+            leaves.append(anp.reshape(anp.transpose(part, axes), (*self._spec.shape, *leaf.shape)))
+        return leaves
+
+    def _tangents(self, weight: float, columns: range) -> Array:
+        """Return this rank's terms of some columns, with the columns along the first axis."""
+        along = []
+        for leaf, first in self._places:
+            units, width = (
+                Spec((len(columns), *leaf.shape), leaf.dtype, leaf.arrays).zeros(),
+                2 if leaf.dtype.kind == "c" else 1,
+            )
+            for row, column in enumerate(columns):
+                if first <= column < first + _number(leaf):
+                    entry, part = divmod(column - first, width)
+                    units.reshape(len(columns), -1)[row, entry] = 1j if part else 1.0
+            along.append(units)
+        tangents = self._linear.jvp(self._variables.filled(along), batch=True)
+        if weight == 0.0 or tangents is None:
+            return Spec((len(columns), *self._spec.shape), self._spec.dtype, self._spec.arrays).zeros()
+        return weight * tangents
+
+
+def _agreed_spec(
+    traced: Traced, weight: float, channel: Channel, shapes: Shapes, sizes: tuple[int, ...]
+) -> tuple[Spec, list[tuple[int, ...]]]:
+    """Return the spec of J, and the `sizes` of all ranks.
+
+    Raise on all ranks if the spec is invalid, or if spec or `shapes` differ between ranks.
+    """
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -124,7 +203,7 @@ def _agreed_spec(traced: Traced, weight: float, channel: Channel, shapes: Shapes
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or PendingError(TypeError, f"the function returned dtype {spec.dtype}")
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    specs, copies = zip(*channel.data.allgather((local_spec, shapes_text(shapes))))
+    specs, copies, every = zip(*channel.data.allgather((local_spec, shapes_text(shapes), sizes)))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in specs):
         raise agreed(channel, RequestError(f"jacobian: {'; '.join(problems)}"))
@@ -136,7 +215,7 @@ def _agreed_spec(traced: Traced, weight: float, channel: Channel, shapes: Shapes
         text = f"jacobian: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
         raise agreed(channel, TypeError(text))
     shape, dtype = forms.pop()
-    return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
+    return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays), list(every)
 
 
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Array]:

@@ -95,13 +95,23 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
-
-        def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
-            return variables.filled(_reverse_pass((traced, variables), cotangent, batch, "vjp"), lambda leaf: None)
-
-        return vjp, traced.build(traced.values)
+        return _pull_of(traced, variables), traced.build(traced.values)
 
     return evaluate
+
+
+def _pull_of(traced: Traced, variables: Variables) -> Callable[..., Tree]:
+    """Return the function ``vjp(cotangent, batch=False)`` of a record."""
+
+    def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
+        return variables.filled(_reverse_pass((traced, variables), cotangent, batch, "vjp"), lambda leaf: None)
+
+    return vjp
+
+
+def linearization_of(traced: Traced, variables: Variables) -> Linearization:
+    """Return the products of a record."""
+    return Linearization(traced.build(traced.values), _pull_of(traced, variables))
 
 
 def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: str) -> list[Any]:

@@ -13,8 +13,9 @@ from mpiad._typing import Array, Function, Index, Shape, Tree
 from mpiad.compiling.closure import with_values_of_variables
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
-from mpiad.differentiation.forward import TangentNode
+from mpiad.differentiation.forward import BundleNode, TangentNode
 from mpiad.ensemble.derivative import Columns, locked
+from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.pytrees import named_leaves
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
@@ -118,6 +119,21 @@ class Batch(NamedTuple):
     def forward(self) -> bool:
         """Whether arrays of the batch are traced in forward mode, and none in reverse mode."""
         return all(isinstance(x._node, TangentNode) for x in self._inputs() if isbox(x))
+
+    def tangents(self) -> dict[int, Array] | None:
+        """Return the tangents of the inputs (u0, start, end, leaves) that are traced, with directions along the first axis.
+
+        None unless all of them are traced in forward mode only, and their values and tangents are host arrays.
+        """
+        result = {}
+        for k, x in enumerate(self._inputs()):
+            if isbox(x):
+                tangents = x._node.g if isinstance(x._node, BundleNode) else [getattr(x._node, "g", None)]
+                zeros = np.zeros_like(x._value) if type(x._value) in (np.ndarray, np.float64, float) else None
+                if not isinstance(x._node, TangentNode) or zeros is None or any(map(isbox, tangents)):
+                    return None
+                result[k] = np.stack([zeros if g is None else conform(g, *spec_like(zeros)) for g in tangents])
+        return result
 
     def _inputs(self) -> tuple[Array, ...]:
         return self.u0, self.start, self.end, *self.p.leaves

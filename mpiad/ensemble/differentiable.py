@@ -6,7 +6,6 @@ are differentiated again, traceable functions repeat ("replay") the steps.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.device import to_host
+from mpiad.device.assembly import stack
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -35,8 +35,10 @@ from mpiad.ensemble.directions import (
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.solution import EnsembleSolution, at_ends
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, changed
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import StackedVjp
+from mpiad.transport.devices.device_arrays import is_device_array
 
 # All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed with
 # plain arrays; afterwards the trace records `solve_operator` with the computed value. The derivatives are implemented in
@@ -119,6 +121,8 @@ class _LinearMap:
 
 @primitive
 def _pulled(g: Array, *, linear: _LinearMap) -> Array:
+    if not is_device_array(g) and not g.any():
+        return linear.inputs.zeros()  # as for the record of the transposed map, whose kernel isn't needed then
     cotangents = linear.solved.pull(linear.argnums, linear.args, g)
     return linear.inputs.vector([cotangents[k] for k in linear.argnums])
 
@@ -128,7 +132,18 @@ def _pushed(tangents: Array, *, linear: _LinearMap) -> Array:
     return linear.solved.push(linear.args, dict(zip(linear.argnums, linear.inputs.parts(tangents))))
 
 
-defvjp(_pulled, lambda ans, g, *, linear: lambda tangents: _pushed(tangents, linear=linear))
+def _pulled_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    linear: _LinearMap = kwargs["linear"]
+
+    def push_stacked(tangents: Array) -> Sequence[Array]:
+        if type(linear.solved) is not _SolvedRun or type(tangents) is not np.ndarray:
+            return [stack([_pushed(tangent, linear=linear) for tangent in tangents])]
+        return [linear.solved.push_several(linear.args, dict(zip(linear.argnums, linear.inputs.parts_of_rows(tangents))))]
+
+    return StackedVjp(lambda tangents: [_pushed(tangents, linear=linear)], push_stacked, spec_like(ans))
+
+
+defvjp_argnums(_pulled, _pulled_vjp)
 defvjp(_pushed, lambda ans, tangents, *, linear: lambda g: _pulled(g, linear=linear))
 defjvp(_pulled, "same")
 defjvp(_pushed, "same")
@@ -142,14 +157,15 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
-    if times:
-        reached, crossed = map(to_host, times)
-        changes["t_reached"] = reached
-        if run.outcome.event_table is not None:
-            ids, event, _, _, when = run.outcome.event_table
-            when = traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed)
-            changes["events"] = by_trajectory(ids, event, when)
-    return dataclasses.replace(sol, **changes)
+    if not times:
+        return changed(sol, {}, **changes)
+    reached, crossed = map(to_host, times)
+
+    def events() -> dict[int, list[tuple[int, Array]]]:
+        ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
+        return by_trajectory(ids, event, traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed))
+
+    return changed(sol, {} if run.outcome.event_table is None else {"events": events}, t_reached=reached, **changes)
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
@@ -188,6 +204,10 @@ class _SolvedRun:
 
     def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         return self.layout.vector([gs[0] for gs in push_directions(self._run, args, {k: [g] for k, g in tangents.items()})])
+
+    def push_several(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
+        """Return the tangents of the vector in several directions, which are the first axis of all tangents."""
+        return self.layout.rows(push_directions(self._run, args, tangents))
 
     # ---- by traceable functions
 

@@ -1,19 +1,18 @@
 """Tangents of a solve, for forward mode and for gradients by tangents.
 
 `push_directions` returns the tangents of the results in several directions: combinations of tangents that the solve's
-kernel has propagated, or products with the gradients of single results, or the tangents of a replay of the steps.
+kernel has propagated, or those of the tangent kernel, or for solves by arrays the tangents of a replay of the steps.
 
 A gradient by tangents takes one direction per number with respect to which a trajectory is differentiated. With d initial
 values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If d + m is small,
-tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By arrays, tangents
-cost at least as much as the adjoint, and are computed on request.
+tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By arrays, or from
+the record of a kernel, tangents cost at least as much as the adjoint, and are computed on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,18 +20,16 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.adjoint import Cotangents
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
+from mpiad.ensemble.compiled.kernel_solver import FIRST_LEAF
+from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
+from mpiad.ensemble.compiled.tangent_sweep import InputTangents, push_compiled
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_sweep import turns
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 # Number of directions propagated together. Each direction needs as much memory as the states and stages of all columns.
 _GROUP = 8
-# A replay of many trajectories takes as long as this number of sweeps of a kernel: a constant, and an addition per
-# direction. For N trajectories the numbers are multiplied by 1 + 100 / N, for the overhead of operations on few columns.
-_SWEEPS, _SWEEPS_PER_DIRECTION = 30, 20
 
 
 # Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
@@ -51,8 +48,25 @@ def push_directions(
     run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None = None
 ) -> list[Sequence[Array]]:
     """Return the first `n_results` results of `replayed`, each as tangents in m directions; in `tangents` None is zero."""
-    parts = _by_carried_tangents(run, args, tangents) or _by_adjoints(run, args, tangents, n_results)
+    parts = _by_seeds(run, args, tangents) or _by_carried_tangents(run, args, tangents) or _by_kernel(run, args, tangents)
     return (parts or push_run(run, args, tangents))[:n_results]
+
+
+def _by_seeds(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]) -> list[Sequence[Array]] | None:
+    """Return the result of `push_directions` if the kernel has propagated these tangents."""
+    solver = run.outcome.solver
+    if solver is None or not solver.seeds or run.outcome.carried is None:
+        return None
+    seeds = {k if k < FIRST_LEAF else k - FIRST_LEAF + LEAVES: x for k, x in solver.seeds.items()}
+    if not all(
+        k in seeds and np.array_equal(_stacked(args[k], gs), seeds[k], equal_nan=True) for k, gs in tangents.items()
+    ):
+        return None
+    if any(x.any() for k, x in seeds.items() if k not in tangents):
+        return None
+    m = len(next(iter(tangents.values())))
+    end, saved = run.outcome.carried
+    return [saved[:m], np.moveaxis(end[:m], 1, 2)]
 
 
 def _by_carried_tangents(
@@ -91,51 +105,22 @@ def carried_parts(run: Run, argnums: Iterable[int]) -> tuple[Array, Array] | Non
     return carried_tangents(solver, run, U0 in wanted, [k - LEAVES for k in sorted(wanted - {U0})])
 
 
-def _by_adjoints(
-    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None
-) -> list[Sequence[Array]] | None:
-    """Return the result of `push_directions` by a sweep of a kernel per result of a trajectory; None for too many."""
-    solver, count, m = run.outcome.solver, run.batch.size, len(next(iter(tangents.values())))
-    if solver is None or solver.saves_every_step or np.iscomplexobj(run.batch.u0):
+def _by_kernel(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]) -> list[Sequence[Array]] | None:
+    """Return the result of `push_directions` by a kernel; None if none supports the solve."""
+    if run.outcome.solver is None:
         return None
-    if count > 1 and not all(_varies(run, k) for k in tangents):
-        return None  # the cotangents of shared parameters are sums over trajectories
-    every, d = np.arange(count), len(run.batch.u0)
-    # Per result: the trajectories of its rows, and the shape of a row.
-    rows: list[tuple[Array, tuple[int, ...]]] = [(every, (run.n_saved, d)), (every, (d,))]
-    rows += [(every, ()), (run.event_times.ids, ())] if run.settings.events else []
-    seeds = [np.zeros((len(ids), *shape)) for ids, shape in rows]
-    # A seed has one number of each trajectory. Trajectories may have several times of events.
-    orders = [_turns(ids) for ids, _ in rows[:n_results]]
-    sweeps = [(order.max(initial=-1) + 1, prod(shape)) for order, (_, shape) in zip(orders, rows)]
-    if count * sum(map(prod, sweeps)) > (count + 100) * (_SWEEPS + _SWEEPS_PER_DIRECTION * m):
+    stacked = {k: _stacked(args[k], gs) for k, gs in tangents.items()}
+    m = len(next(iter(tangents.values())))
+    u0 = stacked.get(U0, np.zeros((m, *run.batch.u0.shape), run.batch.u0.dtype))
+    leaves = {k - LEAVES: tangent for k, tangent in stacked.items() if k >= LEAVES}
+    results = push_compiled(run.outcome.solver, run, InputTangents(u0, leaves, *map(stacked.get, (START, END, DUE))))
+    if results is None:
         return None
-    places, timed = [k - LEAVES for k in tangents if k >= LEAVES], not TIMES.isdisjoint(tangents)
-    cotangents = Seeds(seeds[1].T, seeds[0] if run.n_saved else None, *seeds[2:])
-    stacked, totals = {k: _stacked(args[k], gs) for k, gs in tangents.items()}, []
-    for (ids, shape), order, (repetitions, size), seed in zip(rows, orders, sweeps, seeds):
-        total = np.zeros((m, len(ids), size))
-        for turn, c in np.ndindex(repetitions, size):
-            chosen = order == turn
-            seed.reshape(len(ids), size)[chosen, c] = 1.0
-            bars = pull_compiled(solver, run, cotangents, places, timed)
-            seed[...] = 0.0
-            for k, gs in stacked.items():
-                products = (cotangent_of(bars, k, args) * gs).real.reshape(m, -1, count).sum(axis=1)
-                total[:, chosen, c] += products[:, ids[chosen]]
-        totals.append(total.reshape(m, len(ids), *shape))
-    return totals
+    return list(results) if run.settings.events else list(results[:2])
 
 
 def _stacked(x: Array, gs: Sequence[Array]) -> Array:
     return np.stack([np.zeros_like(x) if g is None else g for g in gs])
-
-
-def _turns(ids: Array) -> Array:
-    """Return for each entry the number of preceding equal entries."""
-    order, result = np.argsort(ids, kind="stable"), np.empty_like(ids)
-    result[order] = turns(ids[order])
-    return result
 
 
 def cotangent_of(bars: Cotangents, k: int, args: Sequence[Array]) -> Array:
@@ -198,7 +183,7 @@ def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Array]
             total[index] = unit
             # A number may be on the host even if the states are on a device.
             tangents[k][j] = total if np.ndim(args[k]) or is_device_array(args[k]) else total[()]
-        for number, *results in zip(group, *push_run(run, args, tangents)):
+        for number, *results in zip(group, *push_directions(run, args, tangents)):
             yield number, product_per_trajectory(run, seeds, *results)
 
 

@@ -18,6 +18,20 @@ MOVING = -1  # the code of trajectories that haven't ended
 Progress: TypeAlias = Callable[[int], None] | None
 
 
+class Advance(NamedTuple):
+    """How far a running solve by arrays has advanced; totals are estimated from the covered parts of tspan."""
+
+    turns: float  # iterations of the loop over steps
+    steps: float  # tried steps of all trajectories
+    all_turns: float  # the estimated totals at the end of the solve
+    all_steps: float
+    size: int  # the number of trajectories
+
+
+# ``watch(advance)`` returns the number of turns after which it wants to be called again; it may end the solve by raising.
+Watch: TypeAlias = Callable[[Advance], float]
+
+
 class Acting(NamedTuple):
     """The data of a solve with events that act, that is, change the state (see `solve`)."""
 
@@ -60,6 +74,7 @@ class Settings(NamedTuple):
     record: bool  # whether to store all accepted steps
     checkpoints: int | None = None  # if given, only the states before every `checkpoints`-th step are stored
     progress: Progress = None
+    watch: Watch | None = None  # of a solve by arrays on the host
     ends: bool = False  # whether only initial and final states are saved; then `saveat` is empty
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
     gradient: str | None = None  # {"tangent", "adjoint"}; by default tangents if a kernel propagates them

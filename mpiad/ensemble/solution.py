@@ -13,7 +13,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
-from mpiad.device.numpy import stack
+from mpiad.device.numpy import concatenate, stack
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
@@ -411,11 +411,16 @@ def solution_of(
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
     """Return a solution with saved states ``u0()``, (d, N), at the start and `u_end`, (N, ...), at the end."""
+    return changed(sol, {"u": lambda: _both_ends(u0(), u_end, sol.codes)}, u_end=u_end, _start=u0)
+
+
+def changed(sol: EnsembleSolution, later: Mapping[str, Callable[[], Any]], **fields: Any) -> EnsembleSolution:
+    """Return a solution with other fields, of which those in `later` are computed on first access."""
     # dataclasses.replace would compute the deferred fields.
     result = object.__new__(type(sol))
-    later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, sol.codes)}
-    result.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
-    result.__dict__.pop("u", None)
+    result.__dict__.update(sol.__dict__, **fields, _later={**sol._later, **later})
+    for name in later:
+        result.__dict__.pop(name, None)
     return result
 
 
@@ -437,4 +442,6 @@ def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
         rows = alive.reshape(-1, *[1] * (u_end.ndim - 1))
         rows = rows if arrays is None else arrays.to_device(rows)
         start, end = anp.where(rows, start, getval(start)), anp.where(rows, end, np.nan)
-    return stack([start, end], axis=1)
+    # autograd's stack records twice as many operations.
+    shape = (len(u_end), 1, *u_end.shape[1:])
+    return concatenate([anp.reshape(x, shape) for x in (start, end)], axis=1)

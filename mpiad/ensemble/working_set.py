@@ -28,7 +28,7 @@ from mpiad.ensemble.device_rounds import DeviceObservers
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode, complete
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.settings import MOVING, Settings
+from mpiad.ensemble.settings import MOVING, Advance, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -99,6 +99,7 @@ class WorkingSet:
         # The number of suspended columns, and the number of turns since the first of them was suspended.
         self._suspended = self._turns_suspended = 0
         self._error: Array = None  # of the last step; None for fixed steps
+        self._next_check = 1.0 if settings.watch is not None and self._xp is None else np.inf
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
@@ -108,6 +109,8 @@ class WorkingSet:
             idle, rows = 0, len(self.u)
             while self._alive and (idle < _IDLE if self._xp is None else 2 * self._alive > len(self.ids)):
                 self._take_turn()
+                if self._turn >= self._next_check:
+                    self._next_check = self._settings.watch(self._advance())  # type: ignore[misc]
                 idle += (len(self.ids) - self._alive - self._suspended) * rows
                 if self._suspended:
                     self._turns_suspended += 1
@@ -117,6 +120,16 @@ class WorkingSet:
         outcome.t_reached, outcome.codes = t * self._initialization.signs, code.astype(np.int8)
         outcome.naccept, outcome.nreject = number.astype(np.int64), (tried - number).astype(np.int64)
         self._observers.close(self._results)
+
+    def _advance(self) -> Advance:
+        batch, initialization, tried = self._batch, self._initialization, self._results[3]
+        ids, steps = self.ids[self.live], (self._turn - self.entered[self.live]).astype(float)
+        start, goal = batch.start[ids] * initialization.signs[ids], initialization.goal(ids)
+        expected = steps / np.maximum((self.t[self.live] - start) / (goal - start), 1e-9)
+        number = np.count_nonzero(tried) + len(ids)
+        mean = (tried.sum() + expected.sum()) / number
+        turns = self._turn + np.max(expected - steps, initial=0.0) + mean * (batch.size - number) / self._width
+        return Advance(self._turn, float(tried.sum() + steps.sum()), float(turns), float(mean) * batch.size, batch.size)
 
     def _report(self, ended: int) -> None:
         if ended and self._settings.progress is not None:

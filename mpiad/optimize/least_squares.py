@@ -21,7 +21,8 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import linearize, make_jvp
+from mpiad.device.assembly import stack
+from mpiad.differentiation import linearize
 from mpiad.optimize.checkpoint import (
     CheckpointFile,
     RootCheckpoint,
@@ -40,6 +41,7 @@ from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.totals import reduced_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
@@ -196,12 +198,19 @@ class ResidualEvaluation:
 
             found = self.agreement.run(checked)
         else:
+            run, units = self.agreement.run, np.eye(self.packing.size)
+            linear = run(lambda: linearize(lambda x: run(lambda: self._call_fun(x)))(x))
 
-            def column(unit: np.ndarray) -> np.ndarray:
-                jvp = make_jvp(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x)
-                return self.agreement.run(lambda: self._as_vector(jvp(self.packing.unpack(unit))[1], size))
+            def columns(first: int) -> np.ndarray:
+                # Each leaf has the directions along its first axis.
+                trees = [flatten(self.packing.unpack(unit)) for unit in units[first : first + _DIRECTIONS]]
+                along = zip(*(leaves for leaves, _ in trees))
+                leaves = [stack(parts) if is_variable(parts[0]) else parts[0] for parts in along]
+                found = linear.jvp(trees[0][1](leaves), batch=True)
+                return np.stack([self._as_vector(column, size) for column in found], axis=1)
 
-            found = np.stack([column(unit) for unit in np.eye(self.packing.size)], axis=1)
+            groups = range(0, self.packing.size, _DIRECTIONS)
+            found = np.concatenate([run(partial(columns, first)) for first in groups], axis=1)
         self._rows = vector.tobytes(), found
         return found
 
@@ -415,8 +424,8 @@ def _loss_with_cost(z: np.ndarray) -> np.ndarray:
 
 
 _CALL = "least_squares"
-# Up to this number of variables the Jacobian is computed as a matrix, by one forward-mode evaluation per variable.
-_MAX_DENSE = 100
+# Up to this number of variables the Jacobian is computed as a matrix, by products with unit vectors, several at a time.
+_MAX_DENSE, _DIRECTIONS = 100, 16
 
 
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))
@@ -477,10 +486,10 @@ def least_squares(
     f_scale : float
         Residuals with larger absolute values are treated as outliers.
     tr_solver : {"exact", "lsmr"}, optional
-        With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, and the root
-        stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
-        products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of
-        the residuals of all ranks.
+        With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, which
+        `linearize` computes if `jac` isn't given, and the root stores (n + 1)² numbers per rank. "lsmr", the default for
+        more variables, needs at least two variables. It uses products with the Jacobian; the root stores several vectors
+        of the residuals of all ranks.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int

@@ -65,6 +65,24 @@ class VectorizedVjp(partial):
     """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
 
 
+class StackedVjp:
+    """The adjoint of a local operation, ``pull(g)``, and ``pull_several(gs)`` for several cotangents, as `VectorizedVjp`.
+
+    `like`: the spec of a cotangent.
+    """
+
+    __slots__ = ("_pull", "like", "pull_several")
+
+    def __init__(
+        self, pull: Callable[[Array], Sequence[Array]], pull_several: Callable[[Array], Sequence[Array]], like: Spec
+    ):
+        self._pull, self.pull_several, self.like = pull, pull_several, like
+
+    def __call__(self, g: Array) -> Sequence[Array]:
+        """Return the cotangents of the inputs."""
+        return self._pull(g)
+
+
 class BatchedVjp:
     """An adjoint for one lane, ``pull(g)``, and for n lanes at once, ``pull_all(n)``, None if each must run alone."""
 

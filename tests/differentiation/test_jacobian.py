@@ -1,5 +1,7 @@
 """`jacobian`: array-valued objectives."""
 
+import sys
+
 import autograd
 import autograd.numpy as anp
 import numpy as np
@@ -7,6 +9,12 @@ import pytest
 from one_process import assert_close, inputs, jacobian, objective
 
 import mpiad
+
+
+@pytest.fixture(params=[0, 10**9], ids=["columns", "rows"], autouse=True)
+def _by_columns_or_rows(request, monkeypatch):
+    """Jacobians are computed by columns, or by rows, whatever their shape."""
+    monkeypatch.setattr(sys.modules["mpiad.differentiation.jacobian"], "_ROWS_PER_COLUMN", request.param)
 
 
 def program(x, rank, size):

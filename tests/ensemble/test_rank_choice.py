@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, Tsit5, fit, solve, steady_state
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, Tsit5, fit, remake, solve, steady_state
 from mpiad.ensemble.compiled import kernel_choice
 
 SWING = ODEProblem(lambda u, p, t: [u[1], -p[0] * u[0]], [1.0, 0.0], (0.0, 20.0), [2.0])
@@ -68,6 +68,33 @@ def test_the_choice_depends_on_the_whole_ensemble(comm, monkeypatch):
     kernel_choice._histories.clear()
     again = [bool(solve(ENSEMBLE, Tsit5(), rtol=1e-6).problem._kernels) for _ in range(12)]
     assert again.index(True) == count
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_all_ranks_restart_together(comm, gather):
+    """The last trajectories take many steps, those of the other ranks a few."""
+    spans = [(0.0, 20.0)] * 7 + [(0.0, 2000.0)]
+    ensemble = EnsembleProblem(SWING, prob_func=lambda problem, i, repeat: remake(problem, tspan=spans[i - 1]))
+    options = {"trajectories": len(spans), "rtol": 1e-6}
+    sol = solve(ensemble, Tsit5(), EnsembleMPI(gather=gather), **options)
+    text, kernel = ways(comm, sol)
+    assert text == "kernel: restarted, since arrays took more steps than estimated" and kernel
+    expected = solve(ensemble, Tsit5(), EnsembleMPI(gather=gather), compile=True, **options)
+    np.testing.assert_array_equal(sol.u_end, expected.u_end)
+
+
+def test_an_error_during_a_solve_that_may_restart():
+    def f(u, p, t):
+        if np.any((p[0] > 7.5) & (t > 50.0)):
+            raise ArithmeticError("too late")
+        return [u[1], -u[0]]
+
+    def prob_func(problem, i, repeat):
+        return remake(problem, p=[float(i)], tspan=(0.0, 2000.0 if i == 1 else 100.0))
+
+    ensemble = EnsembleProblem(ODEProblem(f, [1.0, 0.0], (0.0, 1.0), [0.0]), prob_func=prob_func)
+    with pytest.raises(ArithmeticError, match="too late"):
+        solve(ensemble, Tsit5(), EnsembleMPI(), trajectories=8, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("cheap")

@@ -10,7 +10,17 @@ import pytest
 from ode_systems import lorenz
 
 import mpiad
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, remake, solve
+from mpiad.ensemble import (
+    RK45,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    remake,
+    solve,
+)
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-9, "saveat": 0.25}
 
@@ -58,3 +68,25 @@ def product_of_one_process():
 def test_second_derivatives(gather, objective):
     found = mpiad.hvp(until_half, shared=True, objective=objective)(POINT, EnsembleMPI(gather=gather), 3, ALONG)
     np.testing.assert_allclose(found, product_of_one_process(), rtol=1e-10)
+
+
+REFLECTED = Event(lambda u, p, t: u[0] - 1.5, affect=lambda u, p, t: [u[0], -0.5 * u[1], u[2]])
+
+
+@pytest.mark.parametrize(
+    "alg, options",
+    [(RK45(), {}), (Rodas5P(), {}), (RK45(), {"events": REFLECTED}), (RK45(), {"saveat": None, "save_everystep": True})],
+    ids=["explicit", "implicit", "events", "every step"],
+)
+def test_tangents_are_those_of_one_process(alg, options):
+    p, v = np.linspace(5.0, 15.0, 7)[:, None], np.cos(np.arange(14.0)).reshape(2, 7, 1)
+    products = []
+    for backend in (EnsembleMPI(), EnsembleVectorized()):
+
+        def ends(p, backend=backend):
+            ensemble = EnsembleProblem(ODEProblem(lorenz, np.array([1.0, 0.0, 0.0]), (0.0, 1.0)), p=p)
+            return solve(ensemble, alg, backend, compile=True, **{**TIGHT, **options}).u_end
+
+        products.append((mpiad.jvp(ends, p, v[0])[1], mpiad.linearize(ends)(p).jvp(v, batch=True)))
+    for found, expected in zip(*products):
+        np.testing.assert_array_equal(found, expected)

@@ -10,7 +10,7 @@ from ode_systems import lorenz
 from unrolled_steps import unrolled
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, solve
+from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, Tsit5, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -125,26 +125,39 @@ def test_third_derivative():
 # ---- forward mode in kernels, compared with the replay by arrays
 
 DOSE = Event(times=lambda p: [p[2] * 0.2, 0.35], affect=lambda u, p, t: [u[0] + 0.1 * p[0], u[1], u[2]])
+REFLECTED = Event(lambda u, p, t: u[0] - 0.9, affect=lambda u, p, t: [u[0], -0.5 * p[1] * u[1], u[2] + 0.1 * t])
+CLOCK = Event(lambda u, p, t: t - 0.2 * p[2], affect=lambda u, p, t: [u[0] * p[0], u[1], u[2]])
 CROSSINGS = Event(lambda u, p, t: u[0] - 0.9, terminal=False), Event(lambda u, p, t: u[1] - 0.2 * p[1] - 3.0)
-SENSITIVITIES = {
-    # Per case: the options, whether p is shared by all trajectories, and whether kernels alone give the tangents, of `jvp`
-    # and `linearize`.
-    "carried": ({}, False, (True, True)),
-    "carried, shared parameters": ({}, True, (True, False)),
-    "by adjoints": ({"gradient": "adjoint"}, False, (True, True)),
-    "shared parameters": ({"gradient": "adjoint"}, True, (False, False)),
-    "implicit": ({"alg": Rodas5P()}, False, (True, True)),
-    "doses": ({"events": DOSE}, False, (True, True)),
-    "crossings": ({"events": CROSSINGS}, False, (True, True)),
-    "doses and crossings": ({"events": (DOSE, *CROSSINGS)}, False, (True, True)),
-    "every step": ({"save_everystep": True, "saveat": None}, False, (False, False)),
+SENSITIVITIES = {  # per case: the options, and whether p is shared by all trajectories
+    "carried": ({}, False),
+    "carried, shared parameters": ({}, True),
+    "recorded": ({"gradient": "adjoint"}, False),
+    "shared parameters": ({"gradient": "adjoint"}, True),
+    "checkpoints": ({"gradient": "adjoint", "checkpoints": 2}, False),
+    "implicit": ({"alg": Rodas5P()}, False),
+    "implicit, shared parameters": ({"alg": Rosenbrock23(), "rtol": 1e-4}, True),
+    "doses": ({"events": DOSE}, False),
+    "doses, implicit": ({"events": DOSE, "alg": Rodas5P()}, False),
+    "crossings": ({"events": CROSSINGS}, False),
+    "crossings, implicit": ({"events": CROSSINGS, "alg": Rodas5P()}, False),
+    "doses and crossings": ({"events": (DOSE, *CROSSINGS)}, False),
+    "clock": ({"events": (CLOCK, *CROSSINGS)}, False),
+    "reflections": ({"events": (DOSE, REFLECTED)}, False),
+    "reflections, implicit": ({"events": (DOSE, REFLECTED), "alg": Rodas5P()}, True),
+    "every step": ({"save_everystep": True, "saveat": None}, False),
+    "every step, crossings": ({"save_everystep": True, "saveat": None, "events": CROSSINGS}, False),
+    # The sizes of steps that Rosenbrock methods choose depend on rounding; dtmax makes them equal.
+    "every step, implicit": (
+        {"save_everystep": True, "saveat": None, "alg": Rodas5P(), "rtol": 1e-2, "atol": 1.0, "dt": 0.02, "dtmax": 0.02},
+        True,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SENSITIVITIES)
 @pytest.mark.parametrize("spans", [False, True], ids=["", "with tspan"])
 def test_forward_mode_in_kernels(name, spans, monkeypatch):
-    options, shared, in_kernels = SENSITIVITIES[name]
+    options, shared = SENSITIVITIES[name]
     x = {"u0": draws(3, 3), "p": draws(3, seed=1) if shared else draws(3, 3, seed=1), "end": np.array(0.5)}
     v = {key: np.cos(1.0 + np.arange(leaf.size)).reshape(leaf.shape) for key, leaf in x.items()}
     if not spans:
@@ -166,13 +179,51 @@ def test_forward_mode_in_kernels(name, spans, monkeypatch):
         return record.value, record.jvp(v)
 
     value, expected = mpiad.jvp(results(False), x, v)
-    for call, in_kernel in zip((mpiad.jvp, linearized), in_kernels):
-        with monkeypatch.context() as patched:
-            if in_kernel and not (spans and shared):
-                patched.setattr("mpiad.ensemble.directions.push_run", None)
-            found = call(results(True), x, v)
+    monkeypatch.setattr("mpiad.ensemble.directions.push_run", None)
+    for call in (mpiad.jvp, linearized):
+        found = call(results(True), x, v)
         np.testing.assert_allclose(found[0], value, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found[1], expected, rtol=1e-8, atol=1e-9 * np.abs(expected).max())
+
+
+def of_many(u, p, t):
+    return [sum(p[k] * anp.sin(k * u[0]) for k in range(70)) / 70, -u[1] * p[69] * p[3]]
+
+
+def chain(u, p, t):
+    terms = [p[i % 5] * anp.sin(u[i]) + p[5 + i] * u[(i + 1) % 20] * u[i] for i in range(20)]
+    return [term * anp.cos(t) for term in terms]
+
+
+LARGE = {
+    "parameters per trajectory": (of_many, 2, 70, False),
+    "shared parameters": (of_many, 2, 70, True),
+    "a large state": (chain, 20, 70, True),
+    "a large state, parameters per trajectory": (chain, 20, 25, False),
+}
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("name", LARGE)
+def test_tangents_of_many_numbers_in_kernels(name, alg, monkeypatch):
+    f, d, m, shared = LARGE[name]
+    x = {"u0": draws(3, d), "p": draws(m, seed=1) if shared else draws(3, m, seed=1)}
+    v = {key: draws(*leaf.shape, seed=2) - 1 for key, leaf in x.items()}
+
+    def results(compile):
+        def fun(x):
+            problem = ODEProblem(f, np.ones(d), (0.0, 0.3), x["p"] if shared else np.ones(m))
+            sol = solve(
+                EnsembleProblem(problem, u0=x["u0"], p=None if shared else x["p"]), alg, saveat=[0.2], compile=compile
+            )
+            return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+
+        return fun
+
+    expected = mpiad.jvp(results(False), x, v)[1]
+    monkeypatch.setattr("mpiad.ensemble.directions.push_run", None)
+    for found in (mpiad.jvp(results(True), x, v)[1], mpiad.linearize(results(True))(x).jvp(v)):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def lorenz_of_three(u, p, t):

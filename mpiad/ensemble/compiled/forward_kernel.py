@@ -66,12 +66,19 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.rosenbrock_kernel import is_looped, reserved_of, rosenbrock_stages
+from mpiad.ensemble.compiled.rosenbrock_kernel import (
+    Matrix,
+    is_looped,
+    reserved_of,
+    rosenbrock_stages,
+    rosenbrock_tangents,
+)
 from mpiad.ensemble.compiled.step_kernel import (
     EXP2,
     LOG2,
     ROOT_HALF,
     Kernel,
+    Seeds,
     Step,
     Vector,
     argument_vectors,
@@ -269,7 +276,7 @@ def enter(kernel: Kernel, lane: ForwardLane, i: int) -> None:
     for c in spec.components:
         lane.u[c] = u[c]
         lane.k[0, c] = k0[c]
-    set_unit_tangents(spec, lane)
+    set_first_tangents(kernel, lane, i)
     lane.sign = sign
     lane.goal = sign * goal
     set_least(lane, t, goal)
@@ -309,13 +316,17 @@ def smallest_step(now: float) -> float:
 
 
 @inlined
-def set_unit_tangents(spec: KernelSpec, lane: ForwardLane) -> None:
-    """Set the tangents at the start."""
+def set_first_tangents(kernel: Kernel, lane: ForwardLane, i: int) -> None:
+    """Set the tangents at the start of trajectory i: unit vectors, or for "seed" those in the arrays, see `Solver`."""
+    spec, arrays = kernel.spec, kernel.arrays
     for j, (kind, component) in static(enumerate(spec.directions)):
         for c in spec.components:
-            lane.du[j, c] = spec.real(0.0)
+            lane.du[j, c] = arrays.du_end[j, c, i] if kind == "seed" else spec.real(0.0)
         if kind == "u":
             lane.du[j, component] = spec.real(1.0)
+        if kind == "seed":
+            for n in static(range(spec.wanted_varying)):
+                lane.dp[j, n] = arrays.p[spec.varying + j * spec.wanted_varying + n, i]
 
 
 @inlined
@@ -351,9 +362,9 @@ def attempt_step(kernel: Kernel, lane: ForwardLane) -> None:
     u, du, now = advance(spec, lane, k[0])
     y = argument_vectors(spec, u, new, bool(spec.directions))
     step = begin_step(kernel, lane, now, u, new, k, y)
-    compute_stages(kernel, step)
+    matrix = compute_stages(kernel, step)
     for j in static(range(len(spec.directions))):
-        propagate(kernel, lane, step, j, du[j])
+        propagate(kernel, lane, step, matrix, j, du[j])
     q2 = squared_error(kernel, step)
     lane.q2 = q2
     for c in spec.components:
@@ -415,26 +426,30 @@ def begin_step(
 
 
 @inlined
-def compute_stages(kernel: Kernel, step: Step) -> None:
-    """Compute all stages but the first, and the new state."""
-    if kernel.spec.tableau.implicit:
-        rosenbrock_stages(kernel, step)
-    else:
-        explicit_stages(kernel, step)
+def compute_stages(kernel: Kernel, step: Step) -> Matrix:
+    """Compute all stages but the first, and the new state; return the matrix of a Rosenbrock method."""
+    return (rosenbrock_stages if kernel.spec.tableau.implicit else explicit_stages)(kernel, step)  # type: ignore[return-value]
 
 
 @inlined
-def propagate(kernel: Kernel, lane: ForwardLane, step: Step, j: int, du: Vector) -> None:
+def propagate(kernel: Kernel, lane: ForwardLane, step: Step, matrix: Matrix, j: int, du: Vector) -> None:
     """Propagate the tangent in direction j through the step."""
-    spec = kernel.spec
+    spec, is_seed = kernel.spec, kernel.spec.directions[j][0] == "seed"
     # In this step the last stage's tangent is needed only for states inside the step.
     dnew, last = state(spec), spec.stages - (not spec.inside)
-    dk = [state(spec) for _ in range(last + 1)]
-    tangents(kernel, step, j, du, dnew, dk, 0, last)
+    dk = [state(spec) for _ in range(spec.stages + 1)]
+    seeds = Seeds()
+    if is_seed:
+        shared = [kernel.arrays.s[spec.shared + j * spec.wanted_shared + n] for n in range(spec.wanted_shared)]
+        seeds = Seeds([*(lane.dp[j, n] for n in range(spec.wanted_varying)), *shared])
+    if spec.tableau.implicit:
+        rosenbrock_tangents(kernel, step, matrix, seeds, du, dnew, dk)
+    else:
+        tangents(kernel, step, "df" if is_seed else f"df{j}", du, dnew, dk, 0, last, seeds)
     for c in spec.components:
         lane.dnew[j, c] = dnew[c]
         if spec.inside:
-            for i in static(range(last + 1)):
+            for i in static(spec.interpolating):
                 lane.dk[j, i, c] = dk[i][c]
 
 

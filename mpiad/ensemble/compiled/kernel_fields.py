@@ -20,6 +20,7 @@ Reals3: TypeAlias = Array
 Reals4: TypeAlias = Array
 Doubles: TypeAlias = Array
 Doubles2: TypeAlias = Array
+Doubles3: TypeAlias = Array
 Integers: TypeAlias = Array
 Integers2: TypeAlias = Array
 Words2: TypeAlias = Array
@@ -59,7 +60,8 @@ def sizes_of(spec: KernelSpec) -> dict[str, int]:
     return {
         "components": spec.d, "parameters": spec.varying, "stages": spec.stages + 1, "directions": len(spec.directions),
         "events": len(spec.events), "wanted_varying": spec.wanted_varying, "wanted_shared": spec.wanted_shared,
-        "inside": (spec.stages + 1) * spec.inside,
+        "inside": (spec.stages + 1) * spec.inside, "timed": (spec.stages + 1) * spec.timed,
+        "jacobian": (len(spec.jacobian) + len(spec.slopes)) * spec.timed,
     }  # fmt: skip
 
 
@@ -118,9 +120,10 @@ class Lane:
 class Layout:
     """The places of the fields of a kernel in its buffers, of which all lanes are at constant offsets."""
 
-    def __init__(self, spec: KernelSpec, lane: type[Lane], reserved: int = 0):
-        # `reserved`: the number of entries at the end of the buffer that the lanes use one after the other.
-        self.lanes, self._sizes = spec.lanes, sizes_of(spec)
+    def __init__(self, spec: KernelSpec, lane: type[Lane], reserved: int = 0, sizes: Mapping[str, int] | None = None):
+        # `reserved`: the number of entries at the end of the buffer that the lanes use one after the other. `sizes`: the
+        # lengths of further axes.
+        self.lanes, self._sizes = spec.lanes, {**sizes_of(spec), **(sizes or {})}
         self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         # All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap. Doubles such as
         # times are in a second one, `exact`, if states are float32.
@@ -138,9 +141,9 @@ class Layout:
         """Return the shape of a field."""
         return tuple(self._sizes[axis] for axis in kind.axes)
 
-    def buffers(self, dtype: np.dtype) -> tuple[Array, Array]:
-        """Return the buffers `b`, of the given dtype, and `exact`, of doubles."""
-        b, exact = (self.counts[buffer] * self.lanes for buffer in ("b", "exact"))
+    def buffers(self, dtype: np.dtype, copies: int = 1) -> tuple[Array, Array]:
+        """Return the buffers `b`, of the given dtype, and `exact`, of doubles, each for several copies of all lanes."""
+        b, exact = (copies * self.counts[buffer] * self.lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
     def lane(self, b: Array, exact: Array, l: int, ids: Array, **arrays: tuple[Array, int]) -> Array:
@@ -148,13 +151,24 @@ class Layout:
 
         `ids`: the trajectories of the lanes, or -1.
         """
+        return self._lane_of((b, exact), dict.fromkeys(self.counts, l), l, ids, arrays)
+
+    def copied_lane(self, b: Array, exact: Array, l: int, ids: Array, copy: int) -> Array:
+        """Return lane l of a copy in buffers with several copies."""
+        places = {name: l + copy * (count * self.lanes) for name, count in self.counts.items()}
+        return self._lane_of((b, exact), places, l, ids, {})
+
+    def _lane_of(
+        self, both: tuple[Array, Array], places: dict[str, int], l: int, ids: Array, arrays: dict[str, tuple[Array, int]]
+    ) -> Array:
+        b, exact = both
         buffers, fields, numbers = {"b": b, "exact": exact}, dict[str, Field](), dict[str, Field]()
         for name, (buffer, offset, shape) in self._places.items():
-            entries = Field(buffers[buffer], offset, shape, self.lanes, l)
+            entries = Field(buffers[buffer], offset, shape, self.lanes, places[buffer])
             (fields if vars(self._lane)[name].axes else numbers)[name] = entries
         numbers |= {name: Field(array, first, (), 1, l) for name, (array, first) in arrays.items()}
         column = expression("max", ids[l], 0) if isinstance(l, Expression) else max(ids[l], 0)
-        return self._lane(fields, numbers, [column], l)
+        return self._lane(fields, numbers, [column], places["b"])
 
 
 class ForwardLane(Lane):
@@ -177,6 +191,8 @@ class ForwardLane(Lane):
     # Tangents of the state, of the state after the step, and of the stages.
     du, dnew = (field("directions", "components") for _ in range(2))
     dk = field("directions", "stages", "components")
+    # Tangents of the parameters per trajectory in directions of the kind "seed".
+    dp = field("directions", "wanted_varying")
     # Values of the conditions before and after the step, before a root, and the fractions of the step at which roots lie.
     condition, condition_new, crossed, fraction = (field("events", exact=True) for _ in range(4))
     # `last_acted`: per event, the time at which it last acted, or the start. `side`: per event that acts in both
@@ -219,3 +235,40 @@ class ReverseLane(Lane):
     last_jump: int
     jump_step: int
     index: int  # of the lane
+
+
+class TangentLane(Lane):
+    """The memory of one trajectory that the tangents in all directions share. Times are double."""
+
+    # The state before the step, the stages, their arguments, and the sums of the arguments, dy/dh.
+    u = field("components")
+    k, y = (field("stages", "components") for _ in range(2))
+    slopes = field("timed", "components")
+    p = field("parameters")
+    t, tn, h, begin_time = (field(exact=True) for _ in range(4))
+    # For Rosenbrock methods: the factors of W, the exchanges of rows, and the entries of the Jacobian and of ∂f/∂t.
+    factors = field("factors")
+    swaps = field("swaps")
+    jacobian = field("jacobian")
+    # In one direction: the tangents of the state before the step and of the stages, of the time before the step and of the
+    # size of the step.
+    before = field("components")
+    dk = field("inside", "components")
+    before_time, dh = (field(exact=True) for _ in range(2))
+    has_output = field(exact=True)  # 1 if a state is saved, an event occurs, or the trajectory ends in the step
+    # The row of the step in the record, its number, and the indices of the next saved time, event and jump. `goal`: the
+    # index of the given time at which the step ends, or another value, see `tangent_kernel`.
+    row: int
+    step: int
+    time_index: int
+    event: int
+    jump: int
+    goal: int
+
+
+class DirectionLane(Lane):
+    """The tangents of one trajectory in one direction: of the state, its parameters and the time."""
+
+    du = field("components")
+    dp = field("wanted_varying")
+    dt = field(exact=True)

@@ -14,9 +14,9 @@ from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_pa
 from mpiad.compiling.cache import kernels_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import layout_of
-from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec, kernel_spec_of
+from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, MOST_SCALARS, KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import KernelCode, kernel_code
-from mpiad.ensemble.compiled.trace import PackedLeaf
+from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.events import in_order
@@ -25,6 +25,11 @@ from mpiad.ensemble.outcome import Outcome, complete
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting, Settings
 
+# The numbers of directions for which the forward kernel is compiled with tangents that are arguments, and the maximum
+# number of numbers of all tangents. Others are computed from the record.
+_WIDTHS, _MOST_NUMBERS = (1, 4), 64
+# The position of the first leaf of the parameters among the inputs, see `Batch.tangents`.
+FIRST_LEAF = 3
 # Initial capacity of the record, in steps per trajectory.
 _STEPS = 48
 # Initial number of rows for events, in addition to those of one turn.
@@ -51,33 +56,71 @@ class Solver:
         self.spec = kernel_spec_of(traced, batch, settings)
         self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.spec.dtype)
         self.s = argument(np.append(shared, traced.numbers), self.spec.dtype) if traced.numbers else shared
-        self.directions: tuple[tuple[str, int], ...] = ()
+        self.directions: tuple[tuple[str, int], ...] = ()  # in which the forward kernel propagates unit tangents
+        # The tangents of the inputs in which it propagates others, as `Batch.tangents`, and their parameters.
+        self.seeds: dict[int, Array] = {}
+        self._seed_parts: tuple[PackedLeaf, ...] = ()
+        self._wanted: tuple[int, ...] = ()
         self._recorded: Outcome | None = None
 
     def _spec_for(self, inputs: Batch) -> KernelSpec:
         """Return the spec of the forward kernel, which propagates tangents of the traced parts of `given` or records."""
         # With events the end times depend on all inputs.
         times_vary = isbox(inputs.start) or isbox(inputs.end) or self.settings.events or self.settings.acting is not None
-        if inputs.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
-            self.directions = self.traced.carried(inputs, self.settings.gradient, inputs.forward)  # otherwise an adjoint
+        spec = self.spec
+        if inputs.traced and not (self.saves_every_step or times_vary):
+            if inputs.forward and self.settings.gradient != "adjoint":
+                spec = self._with_seeds(inputs)
+            elif not spec.tableau.implicit:
+                self.directions = self.traced.carried(inputs, self.settings.gradient)  # otherwise an adjoint
+                spec = spec._replace(directions=self.directions)
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
-        record = self.settings.record and not self.directions and self.settings.checkpoints is None
-        return self.spec._replace(directions=self.directions, record=record)
+        return spec._replace(record=self.settings.record and not spec.directions and self.settings.checkpoints is None)
+
+    def _with_seeds(self, inputs: Batch) -> KernelSpec:
+        """Return the spec of the forward kernel with the tangents of the inputs, if they are few."""
+        seeds = inputs.tangents() or {}
+        count = max(map(len, seeds.values()), default=0)
+        width = next((width for width in _WIDTHS if 0 < count <= width), 0)
+        seed_parts = tuple(part for part in self.traced.packing.parts if part.place + FIRST_LEAF in seeds)
+        number = sum(len(part.scalars) for part in seed_parts)
+        if not width or width * self.spec.d > _MOST_NUMBERS or number > MOST_SCALARS:
+            return self.spec
+        self.seeds, self._seed_parts = seeds, seed_parts
+        spec, self._wanted = self.derivative_spec(seed_parts, False, self.spec.inside, False, False)
+        sizes = {"wanted_varying": spec.wanted_varying, "wanted_shared": spec.wanted_shared}
+        return self.spec._replace(directions=tuple(("seed", j) for j in range(width)), **sizes)
+
+    def with_seeds(self, spec: KernelSpec) -> tuple[Array, Array, Array]:
+        """Return the tangents of initial states, (m, d, N), and the parameters p and s, followed by their tangents."""
+        count, m = self.batch.size, len(spec.directions)
+        if not self.seeds or not m:
+            return np.empty((m, spec.d, count), spec.dtype), self.p, self.s
+        du = np.zeros((m, spec.d, count), spec.dtype)
+        if 0 in self.seeds:
+            du[: len(self.seeds[0])] = row_parts(self.seeds[0])
+        packing, rows = ParameterPacking(self._seed_parts), []
+        for j in range(m):
+            leaves = {k - FIRST_LEAF: x[j] if j < len(x) else np.zeros_like(x[0]) for k, x in self.seeds.items()}
+            rows.append(packing.split(leaves, count, spec.dtype))
+        dp, ds = zip(*rows)
+        return du, np.concatenate([self.p, *dp]), np.concatenate([self.s, *ds])
 
     def forward_code(self, inputs: Batch) -> KernelCode:
         """Return the forward kernel."""
-        return kernel_code("forward", self.traced, self._spec_for(inputs), ())  # as in `function`: one code in its cache
+        spec = self._spec_for(inputs)
+        return kernel_code("forward", self.traced, spec, self._wanted)  # as in `function`: one code in its cache
 
     def codes(self, inputs: Batch) -> list[KernelCode]:
         """Return the kernels of a solve and, as far as it is known before the solve, of its gradient."""
         codes = [self.forward_code(inputs)]
-        if inputs.traced and not self.directions:
+        if inputs.traced and not self.directions and not self.seeds:
             wanted = [part for part in self.traced.packing.parts if isbox(inputs.p.leaves[part.place])]
             if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
                 return codes  # the adjoint will be computed by arrays
             timed, acts = isbox(inputs.start) or isbox(inputs.end), self.settings.acting is not None
-            spec, places = self.reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
-            codes.append(kernel_code("reverse", self.traced, spec, places))
+            spec, places = self.derivative_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
+            codes.append(kernel_code("tangent" if inputs.forward else "reverse", self.traced, spec, places))
         return codes
 
     def solved(self, inputs: Batch) -> Outcome:
@@ -96,7 +139,7 @@ class Solver:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
         if settings.progress is not None and (without_steps := np.count_nonzero(batch.start == batch.end)):
             settings.progress(int(without_steps))
-        run = _Launch(self.function("forward", spec), spec, self, outcome)
+        run = _Launch(self.function("forward", spec, self._wanted if spec.directions else ()), spec, self, outcome)
         tapes = run.run_all()
         if spec.record:
             outcome.tapes, outcome.last = tapes, run.last
@@ -146,10 +189,10 @@ class Solver:
             part.spec = self.spec
             yield rows, part
 
-    def reverse_spec(
+    def derivative_spec(
         self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
     ) -> tuple[KernelSpec, tuple[int, ...]]:
-        """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""
+        """Return the spec of a reverse or a tangent kernel, and its parameters in the order of the kernel's arguments."""
         varying, shared = (
             [j for part in wanted if part.varies == varies for j in part.scalars] for varies in (True, False)
         )
@@ -180,7 +223,8 @@ class _Launch:
         self.counter = np.array([0, 0, _BLOCK])
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step, or -1
         real = spec.dtype
-        self._du = np.empty((m, d, count), real)
+        self._du, p, s = solver.with_seeds(spec)
+        self._first = self._du.copy() if solver.seeds else None
         self._dsaved = np.zeros((m, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
         self._event_arrays = [np.empty((0, 0)), *(np.empty(shape, np.int64) for shape in ((0, 0), 0, 0, (0, 0)))]
@@ -196,7 +240,7 @@ class _Launch:
         # Initial states and tspan are passed as one column if all trajectories share them.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
-        inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
+        inputs = (argument(row_parts(u0), real), p, s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rtol = settings.rtol if type(settings.rtol) is float else float(np.max(settings.rtol))
         options = (rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
@@ -251,10 +295,11 @@ class _Launch:
     def carried(self, empty_span: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; those of failed trajectories are zero."""
         du, dsaved, spec = self._du, self._dsaved, self._spec
-        unit = np.array([[kind == "u" and i == c for c in range(spec.d)] for kind, i in spec.directions])
         if empty_span.any():
-            du[:, :, empty_span] = unit[:, :, None]
-            dsaved[:, empty_span] = unit[:, None, None]
+            unit = np.array([[kind == "u" and i == c for c in range(spec.d)] for kind, i in spec.directions])
+            first = self._first[..., empty_span] if self._first is not None else unit[:, :, None]
+            du[:, :, empty_span] = first
+            dsaved[:, empty_span] = np.swapaxes(first, 1, 2)[:, :, None]
         failed, dtype = self._outcome.failed, self._outcome.u_end.dtype
         du[:, :, failed] = 0
         dsaved[:, failed] = 0

@@ -47,9 +47,10 @@ class KernelSpec(NamedTuple):
     tolerances: bool = False  # whether each component has its own absolute tolerance
     # Whether each component has its own relative tolerance, too; these follow the absolute ones in the kernel's argument.
     relative: bool = False
-    # Directions of tangents: ("u", i) for component i of the initial state; ("p", i), ("s", i) for parameters.
+    # Directions of tangents: ("u", i) for component i of the initial state; ("p", i), ("s", i) for parameters; ("seed", i)
+    # for tangents of the initial state and of parameters that are arguments.
     directions: tuple[tuple[str, int], ...] = ()
-    # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
+    # Numbers of parameters, per trajectory and shared, with respect to which an adjoint or a direction differentiates.
     wanted_varying: int = 0
     wanted_shared: int = 0
     timed: bool = False  # whether an adjoint differentiates with respect to the start and end of tspan
@@ -170,6 +171,11 @@ class KernelSpec(NamedTuple):
     def shares_array(self) -> bool:
         """Whether CPU kernels pass the shared parameters as an array."""
         return len(self.loaded("s")) > MOST_SCALARS and not self.on_gpu
+
+    @property
+    def seeds_array(self) -> bool:
+        """Whether CPU kernels pass the tangents of the shared parameters as an array."""
+        return self.wanted_shared > MOST_SCALARS and not self.on_gpu
 
     @property
     def accumulates(self) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,23 +27,25 @@ from mpiad.ensemble.compiled import (
     reverse_kernel,
     rosenbrock_kernel,
     step_kernel,
+    tangent_kernel,
 )
 from mpiad.ensemble.compiled.cuda.cuda_kernels import cuda_forward_text, cuda_reverse_text, prelude
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
+from mpiad.ensemble.compiled.rosenbrock_kernel import unrolled_lines
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_program
 
 _MOST_TEXTS = 32
+# The modules of the CPU kernels, by their names.
+_MODULES: dict[str, Any] = {"forward": forward_kernel, "reverse": reverse_kernel, "tangent": tangent_kernel}
 
 
 class KernelCode:
     """The code of a CPU kernel: the texts of the functions of the problem, and the folded function of the kernel."""
 
     def __init__(self, name: str, functions: str, spec: KernelSpec, is_wide: bool):
-        is_forward = name == "forward"
-        module = forward_kernel if is_forward else reverse_kernel
-        arrays = forward_kernel.ForwardArrays if is_forward else reverse_kernel.ReverseArrays
-        function = forward_kernel.forward if is_forward else reverse_kernel.reverse
+        module = _MODULES[name]
+        arrays, function = getattr(module, f"{name.capitalize()}Arrays"), getattr(module, name)
         parameters = arrays._fields
         symbols = arrays(*map(variable_named, parameters))
         # The arguments of `function`.
@@ -52,6 +55,9 @@ class KernelCode:
         key = f"{functions}\n# {name} of {_sources()}, {is_wide}: {described(spec)}"
         signature = kernel_fields.signature_of(arrays, spec.dtype)
         self.source = Source(key, name, signature, lambda: self.definitions)
+
+        # A bound on the number of statements that is known before the kernel is folded.
+        self.least_length = functions.count("\n") + (unrolled_lines(spec) if spec.tableau.implicit else 0)
 
     @cached_property
     def definitions(self) -> list[ast.FunctionDef]:
@@ -74,7 +80,7 @@ class KernelCode:
 @cache
 def _sources() -> str:
     """Return a checksum of the files that contain kernels, and the constants that kernels use."""
-    modules = [forward_kernel, reverse_kernel, step_kernel, rosenbrock_kernel, event_kernel, kernel_fields, kernel_spec]
+    modules = [*_MODULES.values(), step_kernel, rosenbrock_kernel, event_kernel, kernel_fields, kernel_spec]
     modules += [controller, events, jumps, outcome, sparse_lu]
     texts = [Path(str(module.__file__)).read_bytes() for module in modules]
     return hashlib.sha256(b"".join(texts)).hexdigest()
@@ -92,11 +98,13 @@ def described(value: object) -> str:
 # A training loop requests the same code in each step. `traced` has no numbers, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
 def kernel_code(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> KernelCode:
-    """Return the CPU kernel "forward", or "reverse" for cotangents of the parameters `wanted`."""
-    forward = kernel == "forward"
-    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
+    """Return the CPU kernel "forward", or "reverse" or "tangent" for derivatives with respect to parameters `wanted`."""
+    if kernel == "forward":
+        programs = _forward_programs(traced, spec, wanted)
+    else:
+        programs = (_reverse_programs if kernel == "reverse" else _tangent_programs)(traced, spec, wanted)
     # Gradients of conditions aren't computed in loops over lanes.
-    in_loops = [program for name, program in programs.items() if not name.startswith("slopes")]
+    in_loops = [program for name, program in programs.items() if not name.startswith(("slopes", "dcondition", "rate"))]
     functions = [_function(one, name, spec, traced.names, "python") for name, one in programs.items()]
     return KernelCode(kernel, "\n\n".join(functions), spec, are_simple(in_loops))
 
@@ -106,17 +114,20 @@ def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
     """Return the text of a kernel for GPUs."""
     # NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, it loops over the trajectories.
     spec, forward = spec._replace(lanes=0), kernel == "forward"
-    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
+    programs = _forward_programs(traced, spec, wanted) if forward else _reverse_programs(traced, spec, wanted)
     functions = [_function(one, name, spec, traced.names, "c") for name, one in programs.items()]
     return "\n\n".join([prelude(spec), *functions, (cuda_forward_text if forward else cuda_reverse_text)(spec)]) + "\n"
 
 
-def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
+def _forward_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
     """Return f, its tangents and Jacobian, and the conditions and affects of events, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
     for i, (kind, index) in enumerate(spec.directions):
+        if kind == "seed":
+            programs |= _products(program, {"state": None, "parameter": wanted}, programs.get("jacobian"))
+            continue
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
@@ -135,6 +146,26 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
         programs["curvature"] = second_adjoint_program(program, wrt)
     programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if spec.events}
     return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
+
+
+def _products(program: Program, wrt: Wanted, jacobian: Program | None) -> dict[str, Program]:
+    """Return the products of the derivatives of f, and of its Jacobian, with tangents."""
+    return {f"d{name}": simplify(jvp(g, wrt)) for name, g in (("f", program), ("jacobian", jacobian)) if g is not None}
+
+
+def _tangent_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
+    """Return f, and products of its derivatives and of those of conditions and affects with tangents, by their names."""
+    program = traced.program
+    wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
+    wrt: Wanted = wrt_time if spec.timed else {"state": None, "parameter": wanted}
+    programs = {"f": program}
+    if spec.tableau.implicit:
+        programs["jacobian"] = jacobian_program(program).program
+    programs |= _products(program, wrt, programs.get("jacobian"))
+    for e, g in enumerate(traced.conditions if spec.events else ()):
+        programs[f"dcondition{e}"] = simplify(jvp(g, wrt_time))
+        programs[f"rate{e}"] = simplify(jvp(g, {"state": None, "time": None}))
+    return programs | {f"daffect{e}": simplify(jvp(traced.affects[e], wrt_time)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
 
 
 def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:
@@ -157,7 +188,13 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     names = {"state": state("u", spec.d), "time": ["t"]}
     names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
     names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
-    names["seed"] = state("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
+    # The functions df0, df1, … have a constant 1 as the tangent of a parameter.
+    seeds = program.groups.get("seed", 0)
+    names["seed"] = state("w", min(spec.d, seeds) if name[:2] == "df" and name != "df" else seeds)
+    from_array = spec.seeds_array and fused and name.startswith(("df", "djacobian", "dcondition", "daffect"))
+    if from_array:
+        first = spec.d + spec.wanted_varying
+        names["seed"][first : first + spec.wanted_shared] = [f"e[{k} + l]" for k in range(spec.wanted_shared)]
     names["cotangent"] = state("w", program.groups.get("cotangent", 0))
     names["direction"] = state("x", program.groups.get("direction", 0))
     tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
@@ -166,11 +203,13 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     constants = [*loaded, *tables, "t"]
     inputs = [*names["state"], *constants, *names["seed"], *names["cotangent"], *names["direction"]]
     arguments, stored = list(dict.fromkeys(x.partition("[")[0] for x in inputs)), dict[int, Stored]()
-    if rolled and not name.startswith("condition"):
+    if rolled and not name.startswith(("condition", "dcondition", "rate")):
         # The results that are states, or all entries of a Jacobian, are stored in an array.
         arguments.insert(0, "out")
-        count = len(program.outputs) if name == "jacobian" else spec.d
+        count = len(program.outputs) if name in ("jacobian", "djacobian") else spec.d
         stored |= {k: Stored("out[{0}] = {1}", k) for k in range(count)}
+    if from_array:
+        arguments.append("l")
     if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
@@ -53,6 +54,7 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Reals2,
     Reals3,
     ReverseLane,
+    TangentLane,
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
@@ -136,13 +138,7 @@ def reverse(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
     attribute("aligned_stack")
     if is_wide:
         attribute("wide_vectors")
-    shared = vector(spec.shared)
-    for j in static(spec.scalars_shared):
-        shared[j] = arrays.s[j]
-    kernel = Kernel(
-        spec, call, arrays, lu=(arrays.b, layout.reserved), shared=[shared[j] for j in spec.scalars_shared],
-        by_row=arrays.times.shape[0] > 1, n_saved=arrays.save_step.shape[1],
-    )  # fmt: skip
+    kernel = kernel_of(spec, call, arrays, layout.reserved)
     first, next_id, vacant_lanes, turns = arrays.state[0], arrays.state[1], arrays.state[2], arrays.state[3]
     while True:
         if vacant_lanes > 0 and next_id >= first:
@@ -175,6 +171,18 @@ def reverse(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
             lane = lane_of(layout, arrays, l)
             for n in range(spec.wanted_shared):
                 arrays.s_bar[n] += lane.s_bar[n]
+
+
+@inlined
+def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: Array, reserved: int) -> Kernel:
+    """Load what all trajectories share."""
+    shared = vector(spec.shared)
+    for j in static(spec.scalars_shared):
+        shared[j] = arrays.s[j]
+    return Kernel(
+        spec, call, arrays, lu=(arrays.b, reserved), shared=[shared[j] for j in spec.scalars_shared],
+        by_row=arrays.times.shape[0] > 1, n_saved=arrays.save_step.shape[1],
+    )  # fmt: skip
 
 
 # ---- the ends of a trajectory
@@ -345,7 +353,7 @@ class Recomputed(NamedTuple):
 
 
 @inlined
-def step_again(kernel: Kernel, lane: ReverseLane, tn: float) -> Recomputed:
+def step_again(kernel: Kernel, lane: ReverseLane | TangentLane, tn: float) -> Recomputed:
     """Recompute the stages of a step up to `tn`; those of a step that an event has cut short extend to its full end."""
     spec, u = kernel.spec, state(kernel.spec)
     copy(spec, u, lane.u)

@@ -24,18 +24,24 @@ def kernel_events(run: Run, seeds: Seeds, time_bar: Array) -> tuple[Array, Array
     # The table has the events that end steps, and others whose times have cotangents, sorted by trajectory and time. A row
     # has the trajectory, the index of the condition, the step, the fraction of the step, the time, and its cotangent.
     # `time_bar`, (N,): the cotangents of the times at which trajectories end at events.
-    if not run.settings.events or run.outcome.event_table is None:
-        return np.zeros(run.batch.size + 1, int), np.empty((0, 6))
-    table, stops, others = np.array(run.outcome.event_table), run.stop_rows, run.crossing_rows
-    conditions = [e for e, event in enumerate(run.settings.events) if event.condition is not None]
-    table[1] = np.searchsorted(conditions, table[1])
+    table, stops, others = run.outcome.event_table, run.stop_rows, run.crossing_rows
+    if not run.settings.events or table is None:
+        return event_rows(run, others)
     # `crossed_row` is -1 for times that aren't in `crossed`.
     bar = np.zeros(table.shape[1]) if seeds.crossed is None else np.append(seeds.crossed, 0.0)[run.crossed_row]
     ids = table[0, stops].astype(int)
     last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
     bar[stops[last]] += time_bar[ids[last]]
-    rows = np.sort(np.append(stops, others[bar[others] != 0]))
-    events = np.ascontiguousarray(np.vstack([table, bar])[:, rows].T)
+    return event_rows(run, np.sort(np.append(stops, others[bar[others] != 0])), bar)
+
+
+def event_rows(run: Run, rows: Array, *columns: Array) -> tuple[Array, Array]:
+    """Return the index of each trajectory's first event, (N + 1,), and some rows of the table of events, with `columns`."""
+    if not run.settings.events or run.outcome.event_table is None:
+        return np.zeros(run.batch.size + 1, int), np.empty((0, 7))
+    conditions = [e for e, event in enumerate(run.settings.events) if event.condition is not None]
+    ids, event, *others = run.outcome.event_table
+    events = np.ascontiguousarray(np.vstack([ids, np.searchsorted(conditions, event), *others, *columns])[:, rows].T)
     return np.searchsorted(events[:, 0], np.arange(run.batch.size + 1)), events
 
 
@@ -80,7 +86,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
     inside = solver.spec.inside and (seeds.saved is not None or len(events) > 0)
-    spec, wanted = solver.reverse_spec(chosen, timed, inside, jumps is not None, len(events) > 0)
+    spec, wanted = solver.derivative_spec(chosen, timed, inside, jumps is not None, len(events) > 0)
     function = solver.function("reverse", spec, wanted)
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:

@@ -10,10 +10,21 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
-from mpiad.compiling.kernel_language import constants, separate, table, vector, where
+from mpiad.compiling.kernel_language import constants, fma, separate, table, vector, where
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.step_kernel import Kernel, Step, Vector, argument, copy, stage_time, state, weighted
+from mpiad.ensemble.compiled.step_kernel import (
+    Kernel,
+    Seeds,
+    Step,
+    Vector,
+    argument,
+    copy,
+    stage_time,
+    state,
+    tangent_argument,
+    weighted,
+)
 from mpiad.ensemble.sparse_lu import Banded
 
 # LU factorization of one small matrix with partial pivoting.
@@ -133,10 +144,20 @@ def lu_of(spec: KernelSpec) -> LU:
     entries = sorted({*spec.jacobian, *((i, j) for i, j, _ in mass_of(spec)), *((i, i) for i in range(spec.d))})
     if len(entries) <= _MOST_ENTRIES:
         unrolled = UnrolledLU(spec.d, entries)
-        factors, solution = unrolled.lines
-        if factors + len(spec.rosenbrock.coupling) * solution <= _MOST_LINES:
+        if _lines_of_step(spec, unrolled) <= _MOST_LINES:
             return unrolled
     return LoopedLU(spec.d, entries)
+
+
+def _lines_of_step(spec: KernelSpec, lu: UnrolledLU) -> int:
+    factors, solution = lu.lines
+    return factors + len(spec.rosenbrock.coupling) * solution
+
+
+def unrolled_lines(spec: KernelSpec) -> int:
+    """Return the number of statements of the unrolled factorization and the solutions of a step, or 0."""
+    lu = lu_of(spec)
+    return _lines_of_step(spec, lu) if isinstance(lu, UnrolledLU) else 0
 
 
 def reserved_of(spec: KernelSpec) -> int:
@@ -405,8 +426,8 @@ def solve_looped(lu: LoopedLU, w: Factors, swaps: Part, x: Vector, transposed: b
 
 
 @inlined
-def rosenbrock_stages(kernel: Kernel, step: Step) -> None:
-    """Compute all stages but the first, and the new state."""
+def rosenbrock_stages(kernel: Kernel, step: Step) -> Matrix:
+    """Compute all stages but the first, and the new state; return the factors of W."""
     spec, k, last = kernel.spec, step.k, kernel.spec.stages
     matrix = factorized(kernel, step)
     for i in static(range(1, last)):
@@ -414,8 +435,8 @@ def rosenbrock_stages(kernel: Kernel, step: Step) -> None:
         if i == 1:
             copy(spec, k[1], k[0])
         else:
-            argument(spec, step.new if at_end else step.y[i], i, k, step.u, step.size)
-            kernel.call("f", (k[i],), step.new if at_end else step.y[i], step.parameters, stage_time(spec, i, step))
+            argument(spec, step.y[i], i, k, step.u, step.size)
+            kernel.call("f", (k[i],), step.y[i], step.parameters, stage_time(spec, i, step))
         if at_end:
             copy(spec, k[last], k[i])
         right_hand_side(spec, matrix, k, i)
@@ -423,12 +444,23 @@ def rosenbrock_stages(kernel: Kernel, step: Step) -> None:
     if not spec.rosenbrock.ends_at_new_state:
         argument(spec, step.new, last, k, step.u, step.size)
         kernel.call("f", (k[last],), step.new, step.parameters, stage_time(spec, last, step))
+    return matrix
 
 
 @inlined
 def right_hand_side(spec: KernelSpec, matrix: Matrix, k: Sequence[Vector], i: int) -> None:
     """Add Σ C_ij k_j + d_i h ∂f/∂t, as in `RosenbrockTableau`, to f at the argument of stage i."""
-    coupled, slope = spec.rosenbrock.coupling[i - 1], spec.rosenbrock.slopes[i - 1]
+    slope = spec.rosenbrock.slopes[i - 1]
+    add_coupling(spec, k, i)
+    if slope:
+        for c in static(spec.slopes):
+            k[i][c] = k[i][c] + matrix.slopes[c] * spec.real(slope)
+
+
+@inlined
+def add_coupling(spec: KernelSpec, k: Sequence[Vector], i: int) -> None:
+    """Add Σ C_ij k_j to the right-hand side of stage i, multiplied by the mass matrix."""
+    coupled = spec.rosenbrock.coupling[i - 1]
     if any(coupled) and spec.mass is None:
         for c in spec.components:
             k[i][c] = k[i][c] + weighted(spec, coupled, k, c)
@@ -438,6 +470,43 @@ def right_hand_side(spec: KernelSpec, matrix: Matrix, k: Sequence[Vector], i: in
             sums[c] = weighted(spec, coupled, k, c)
         for row, c, value in static(spec.mass or ()):
             k[i][row] = k[i][row] + spec.real(value) * sums[c]
-    if slope:
-        for c in static(spec.slopes):
-            k[i][c] = k[i][c] + matrix.slopes[c] * spec.real(slope)
+
+
+@inlined
+def rosenbrock_tangents(
+    kernel: Kernel, step: Step, matrix: Matrix, seeds: Seeds, du: Vector, dnew: Vector, dk: Sequence[Vector]
+) -> None:
+    """Compute the tangents of the stages of a Rosenbrock method, and that of the new state."""
+    spec, w, count = kernel.spec, state(kernel.spec), len(kernel.spec.jacobian) + len(kernel.spec.slopes)
+    moved = vector(count, spec.rolled, spec.dtype.name)  # the tangents of h J and h ∂f/∂t
+    if count:
+        inputs = (step.u, step.parameters, stage_time(spec, 0, step), du, *seeds.at(spec, 0), *seeds.index)
+        kernel.call("djacobian", (moved,), *inputs)
+    for n in range(count) if spec.rolled else static(range(count)):
+        moved[n] = moved[n] * step.size
+        if seeds.dh is not None:
+            moved[n] = fma(seeds.dh, matrix.jacobian[n], moved[n])
+    for i in static(range(1, spec.stages)):
+        y, along = static((step.u, du) if i == 1 else (step.y[i], w))
+        if i > 1:
+            tangent_argument(spec, along, i, dk, du, step, seeds)
+        inputs = (y, step.parameters, stage_time(spec, i, step), along, *seeds.at(spec, i), *seeds.index)
+        kernel.call("df", (dk[i],), *inputs)
+        add_coupling(spec, dk, i)
+        add_products(spec, moved, step.k[i], spec.real(spec.rosenbrock.slopes[i - 1]), dk[i])
+        solve(kernel, matrix, dk[i])
+    tangent_argument(spec, dnew, spec.stages, dk, du, step, seeds)
+
+
+@inlined
+def add_products(spec: KernelSpec, entries: Vector, k: Vector, slope: float, out: Vector) -> None:
+    """Add the product of a matrix with the places of the Jacobian and a stage, and `slope` times the derivative by time."""
+    if spec.rolled and spec.jacobian:
+        rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
+        for n in range(len(spec.jacobian)):
+            out[rows[n]] = fma(entries[n], k[columns[n]], out[rows[n]])
+    else:
+        for n, (row, column) in static(enumerate(spec.jacobian)):
+            out[row] = fma(entries[n], k[column], out[row])
+    for n, c in static(enumerate(spec.slopes, len(spec.jacobian))):
+        out[c] = fma(entries[n], slope, out[c])

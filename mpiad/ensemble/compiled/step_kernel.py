@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import double, fma, single, total, vector, where
-from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane
+from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane, TangentLane
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
 
@@ -112,7 +112,7 @@ def stage_time(spec: KernelSpec, i: int, step: Step) -> float:
 
 
 @inlined
-def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane) -> Sequence[float]:
+def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane | TangentLane) -> Sequence[float]:
     """Return the arguments of f for parameters; entries of tables are read from arrays, at the lane's column."""
     spec, p = kernel.spec, vector(kernel.spec.varying)
     for j in static(spec.loaded("p")):
@@ -156,7 +156,10 @@ def argument(
 def argument_vectors(spec: KernelSpec, u: Vector, new: Vector, separate: bool) -> list[Vector]:
     """Return the arguments of the stages; unless `separate`, later arguments overwrite earlier ones."""
     y = state(spec)
-    return [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+    vectors = [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+    if spec.tableau.implicit and spec.rosenbrock.ends_at_new_state:
+        vectors[-2] = new  # the argument of the last stage
+    return vectors
 
 
 @inlined
@@ -168,18 +171,53 @@ def explicit_stages(kernel: Kernel, step: Step) -> None:
         kernel.call("f", (step.k[i],), step.y[i], step.parameters, stage_time(spec, i, step))
 
 
+class Seeds(NamedTuple):
+    """The tangents of parameters, of the time before a step and of its size, in one direction."""
+
+    parameters: Sequence[Vector] = ()
+    dt: float | None = None  # None, as `dh`, if times are constant
+    dh: float | None = None
+    index: Sequence[int] = ()  # if the tangents of parameters are an array: the place of the first one
+
+    def at(self, spec: KernelSpec, i: int) -> list[Array]:
+        """Return the tangents that the derivative of f takes after that of the state, for stage i."""
+        if self.dt is None:
+            return [*self.parameters]
+        return self.at_time(fma(spec.real(spec.tableau.c[i]), self.dh, self.dt))  # type: ignore[arg-type]
+
+    def at_time(self, dt: float) -> list[Array]:
+        """Return the tangents that derivatives take after that of the state, for the tangent of a time."""
+        return [*self.parameters, dt]
+
+
 @inlined
 def tangents(
-    kernel: Kernel, step: Step, j: int, du: Vector, dnew: Vector, dk: Sequence[Vector], first: int, last: int
-) -> None:
-    """Compute the tangents `dk` of stages `first` to `last` in direction j, and that of the new state."""
-    spec, w, fused = kernel.spec, state(kernel.spec), not kernel.spec.on_gpu
+    kernel: Kernel, step: Step, name: str, du: Vector, dnew: Vector, dk: Sequence[Vector], first: int, last: int,
+    seeds: Seeds = Seeds(),  # noqa: B008 a constant
+) -> None:  # fmt: skip
+    """Compute the tangents `dk` of stages `first` to `last` in one direction, and that of the new state.
+
+    `name`: the derivative of f, which takes the tangent of its argument and the `seeds`.
+    """
+    spec, w = kernel.spec, state(kernel.spec)
     for i in static(range(first, spec.stages + 1)):
         along = static(du if i == 0 else dnew if i == spec.stages else w)
         if i:
-            argument(spec, along, i, dk, du, step.size, None, fused)
+            tangent_argument(spec, along, i, dk, du, step, seeds)
         if i <= last:
-            kernel.call(f"df{j}", (dk[i],), step.y[i], step.parameters, stage_time(spec, i, step), along)
+            inputs = (step.y[i], step.parameters, stage_time(spec, i, step), along, *seeds.at(spec, i), *seeds.index)
+            kernel.call(name, (dk[i],), *inputs)
+
+
+@inlined
+def tangent_argument(
+    spec: KernelSpec, out: Vector, i: int, dk: Sequence[Vector], du: Vector, step: Step, seeds: Seeds
+) -> None:
+    """Compute the tangent of the argument of stage i."""
+    argument(spec, out, i, dk, du, step.size, None, not spec.on_gpu)
+    if seeds.dh is not None:
+        for c in spec.components:
+            out[c] = fma(seeds.dh, step.slopes[i][c], out[c])
 
 
 # ---- errors and step sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -74,7 +74,7 @@ class ParameterPacking:
         """The indices of the scalars that all trajectories share."""
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
-    def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
+    def split(self, leaves: Sequence[Any] | Mapping[int, Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
         rows, numbers = [np.empty((0, count), dtype)], [np.empty(0, dtype)]
         for part in self.parts:

@@ -35,8 +35,6 @@ _Found = TypeVar("_Found")
 
 # Tangents in up to this number of directions are faster than an adjoint, unless they have too many numbers.
 FEW, _FEW_NUMBERS = 4, 40
-# Maximum number of numbers of all tangents in forward mode. Compiling takes 5 s with 64, and more than 20 s with 144.
-_FORWARD_NUMBERS = 64
 # States with more components are large: no CUDA kernels are made for them, their f isn't evaluated by its program in
 # derivatives by arrays, and only the nonzero entries of Jacobians count in estimates of times.
 LARGE = 100
@@ -88,12 +86,11 @@ class TracedProblem:
         states = [("u", c) for c in range(self.program.groups["state"])] if by_u0 else []
         return (*states, *(self.direction(j) for part in self.packing.parts if part.place in places for j in part.scalars))
 
-    def carried(self, inputs: Batch, gradient: str | None, forward: bool = False) -> tuple[tuple[str, int], ...]:
+    def carried(self, inputs: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents for the traced inputs, or an empty tuple if an adjoint is faster."""
         d, boxed = self.program.groups["state"], [place for place, leaf in enumerate(inputs.p.leaves) if isbox(leaf)]
         count = d * isbox(inputs.u0) + sum(len(part.scalars) for part in self.packing.parts if part.place in boxed)
-        few = count * d <= _FORWARD_NUMBERS if forward else count <= FEW and count * d <= _FEW_NUMBERS
-        if gradient != "tangent" and (gradient == "adjoint" or not few):
+        if gradient != "tangent" and (gradient == "adjoint" or count > FEW or count * d > _FEW_NUMBERS):
             return ()
         return self.directions(isbox(inputs.u0), boxed)
 

@@ -22,10 +22,12 @@ from mpiad.ensemble import (
     EnsembleProblem,
     EnsembleSerial,
     EnsembleThreads,
+    EnsembleVectorized,
     ODEProblem,
     Rodas5P,
     Tsit5,
     field_jacobian,
+    remake,
     solve,
 )
 from mpiad.ensemble.compiled import kernel_choice, traced_problem
@@ -104,6 +106,50 @@ def test_the_same_kernels_give_the_same_choices(forgetting):
     forgetting()
     solve(SWING, Tsit5(), rtol=1e-6, compile=True)
     assert kinds([solve(SWING, Tsit5(), rtol=1e-2)]) == "m"
+
+
+LONG = ODEProblem(swinging, [1.0, 0.0], (0.0, 2000.0), [2.0])
+RESTARTED = "kernel: restarted, since arrays took more steps than estimated"
+
+
+@pytest.mark.parametrize("backend", [EnsembleVectorized(), EnsembleThreads(2)], ids=["vectorized", "threads"])
+def test_a_solve_with_more_steps_than_estimated_is_restarted(forgetting, backend, capsys):
+    ensemble, ended = EnsembleProblem(LONG, p=np.linspace(1.0, 2.0, 3)[:, None]), {"saveat": 500.0, "rtol": 1e-6}
+    sol = solve(ensemble, Tsit5(), backend, progress=True, **ended)
+    assert sol.execution == RESTARTED
+    assert "3/3" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    expected = solve(ensemble, Tsit5(), backend, compile=True, **ended)
+    np.testing.assert_array_equal(sol.u, expected.u)
+    np.testing.assert_array_equal(sol.naccept, expected.naccept)
+    # A solve whose steps become large isn't restarted, although it has covered little of tspan.
+    forgetting()
+    fading = ODEProblem(lambda u, p, t: [-p[0] * u[0] / (1e-6 + t)], [1.0], (0.0, 1e6), [1.0])
+    assert kinds([solve(fading, Tsit5(), rtol=1e-3)]) == "a"
+
+
+def test_values_and_gradients_share_their_numbers_of_steps(forgetting, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_PATIENCE", np.inf)
+    solutions = []
+
+    def loss(p):
+        solutions.append(solve(remake(LONG, p=p), Tsit5(), rtol=1e-6))
+        return anp.sum(solutions[-1].u_end ** 2)
+
+    loss(np.array([2.0]))
+    mpiad.grad(loss)(np.array([2.0]))
+    assert kinds(solutions) == "ac"
+
+
+def test_the_gradient_of_a_restarted_solve(forgetting):
+    def loss(p, compile="auto"):
+        sol = solve(remake(LONG, p=p), Tsit5(), rtol=1e-6, compile=compile)
+        executions.append(sol.execution)
+        return anp.sum(sol.u_end**2)
+
+    executions = []
+    slopes = [mpiad.grad(lambda p: loss(p, compile))(np.array([2.0])) for compile in ("auto", True)]  # noqa: B023
+    assert executions[0] == RESTARTED
+    np.testing.assert_array_equal(*slopes)
 
 
 @pytest.mark.thorough

@@ -13,9 +13,19 @@ import mpiad
 from mpiad.compiling import kernel_language
 from mpiad.compiling.translation import has_fma_instruction
 from mpiad.ensemble import BS3, RK4, EnsembleProblem, Event, ODEProblem, PIController, Rodas5P, Rosenbrock23, Tsit5, solve
-from mpiad.ensemble.compiled import event_kernel, forward_kernel, kernel_solver, kernel_texts, reverse_kernel, step_kernel
+from mpiad.ensemble.compiled import (
+    event_kernel,
+    forward_kernel,
+    kernel_solver,
+    kernel_texts,
+    reverse_kernel,
+    rosenbrock_kernel,
+    step_kernel,
+    tangent_kernel,
+)
 
 pytestmark = pytest.mark.serial
+MODULES = {"forward": forward_kernel, "reverse": reverse_kernel, "tangent": tangent_kernel}
 
 
 def rounded_once(x, y, z):
@@ -32,7 +42,8 @@ def called_by(functions):
     exec(functions, names)  # noqa: S102 the language is a part of Python
 
     def call(name, outputs, *inputs):
-        flat = [x for one in inputs for x in (one if isinstance(one, list | tuple | np.ndarray) else [one])]
+        several = list | tuple | np.ndarray | kernel_language.Row
+        flat = [x for one in inputs for x in (one if isinstance(one, several) else [one])]
         results = iter(names[name](*flat))
         for out in outputs:
             for c in range(len(out)):
@@ -47,7 +58,7 @@ def as_python(monkeypatch):
 
     def function(self, name, spec, wanted=()):
         code = self._kernels[name] = kernel_texts.kernel_code(name, self.traced, spec, wanted)
-        module = forward_kernel if name == "forward" else reverse_kernel
+        module = MODULES[name]
         kernel, arguments = getattr(module, name), getattr(module, f"{name.capitalize()}Arrays")
 
         def run(*arrays):
@@ -59,7 +70,7 @@ def as_python(monkeypatch):
     def both(make):
         compiled = make()
         with monkeypatch.context() as context:
-            for module in (step_kernel, forward_kernel, event_kernel, reverse_kernel):
+            for module in (step_kernel, event_kernel, rosenbrock_kernel, forward_kernel, reverse_kernel):
                 context.setattr(module, "fma", rounded_once)
             context.setattr(kernel_solver.Solver, "function", function)
             return compiled, make()
@@ -115,6 +126,35 @@ def test_the_reverse_kernel(as_python, alg, name):
     compiled, python = as_python(lambda: mpiad.grad(objective, (0, 1), objective="sum")(U0, P))
     for x, y in zip(python, compiled):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_tangent_kernel(as_python, alg, name):
+    def results(x):
+        sol = solve(
+            ensemble(x[0], x[1], (0.0, x[2])),
+            alg,
+            events=EVENTS[name],
+            saveat=[0.25, 0.7],
+            compile=True,
+            gradient="adjoint",
+        )
+        return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end), anp.ravel(sol.t_reached)])
+
+    x = U0, P, 1.0
+    compiled, python = as_python(lambda: mpiad.jvp(results, x, (np.cos(U0), np.sin(P), 0.3))[1])
+    np.testing.assert_array_equal(python, compiled)
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P(), Rosenbrock23()], ids=lambda alg: type(alg).__name__)
+def test_tangents_with_the_solve(as_python, alg):
+    def results(x):
+        sol = solve(ensemble(x[0], x[1]), alg, saveat=[0.25, 0.7], compile=True)
+        return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+
+    compiled, python = as_python(lambda: mpiad.jvp(results, (U0, P), (np.cos(U0), np.sin(P)))[1])
+    np.testing.assert_array_equal(python, compiled)
 
 
 def test_tangents(as_python):

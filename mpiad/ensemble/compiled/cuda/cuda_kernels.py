@@ -260,7 +260,7 @@ def forward(kernel: Kernel, i: int) -> None:
         if lane.accepted > 0.0:
             # Tangents are computed for accepted steps.
             for j in static(directions):
-                tangents(kernel, step, j, du[j], Row(lane.dnew, j, count=spec.d), dk[j], 1, spec.stages)
+                tangents(kernel, step, f"df{j}", du[j], Row(lane.dnew, j, count=spec.d), dk[j], 1, spec.stages)
             if spec.record:
                 record(kernel, lane)
         if lane.event > 0.0:
