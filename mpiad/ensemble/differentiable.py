@@ -32,7 +32,7 @@ from mpiad.ensemble.directions import (
     push_directions,
     pushed,
 )
-from mpiad.ensemble.events import by_trajectory, traced_times
+from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
@@ -147,8 +147,9 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
         changes["t_reached"] = reached
         if run.outcome.event_table is not None:
             ids, event, _, _, when = run.outcome.event_table
-            when = traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed)
-            changes["events"] = by_trajectory(ids, event, when)
+            ids = ids.astype(int)
+            when = traced_times(ids, when, run.crossed_row, run.live, reached, crossed)
+            changes["_event_rows"] = EventRows(ids, event.astype(int), when)
     return dataclasses.replace(sol, **changes)
 
 

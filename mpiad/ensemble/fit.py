@@ -398,11 +398,12 @@ def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
         names = [(arguments, name) for name in _SHORT] + [(options, name) for name in _SHORT_OPTIONS]
         short = ", ".join(f"{name}={getattr(owner, name)}" for owner, name in names)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
-        shown = f"p0={arguments.p0!r:.60}, bounds={arguments.bounds!r:.60}, saveat={options.saveat!r:.60}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
         arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
         digests = digests_of(plan.options.problem, plan.options.events)
-        return [f"{shown}, atol={options.atol!r:.60}, {short}", short, *arrays, digests]
+        shown = {"p0": arguments.p0, "bounds": arguments.bounds, "saveat": options.saveat, "atol": options.atol}
+        text = lambda: ", ".join([*(f"{name}={value!r:.60}" for name, value in shown.items()), short])  # noqa: E731
+        return [text, short, *arrays, digests]
 
     return alike_on_all(channel, lambda: planned(arguments), described, "fit")
 

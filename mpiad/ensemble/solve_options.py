@@ -187,7 +187,7 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
-        return [f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
+        return [lambda: f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
 
     return alike_on_all(channel, lambda: checked_options(arguments), described, "solve")
 
