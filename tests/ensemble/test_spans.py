@@ -70,6 +70,9 @@ def test_in_fits_and_steady_states():
         onp.ones((3, 1)),
         data=data,
         saveat=times,
+        ftol=1e-14,
+        xtol=1e-14,
+        gtol=1e-14,
         **TIGHT,
     )
     onp.testing.assert_allclose(fitted.p[:, 0], rates, rtol=1e-7)
