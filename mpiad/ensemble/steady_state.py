@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -14,7 +14,7 @@ import scipy.sparse
 from autograd.tracer import isbox
 from scipy.sparse.linalg import LinearOperator, onenormest
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
@@ -29,7 +29,7 @@ from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_le
 from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
@@ -490,6 +490,7 @@ class SteadyStateSolution:
     niter: Array
     jacobian: Array
     indices: Array
+    _problem: ODEProblem | EnsembleProblem | None = None  # None for a rank's share
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({np.count_nonzero(self.success)} of {np.size(self.niter)} Success)"
@@ -507,6 +508,65 @@ class SteadyStateSolution:
         values = np.full(self.jacobian.shape[:-1], np.nan, complex)
         values[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return values
+
+    def continued(self, tspan: tuple[Any, Any] | Array, p: Tree = None) -> Any:
+        """Return the problem that starts at the steady states, for example of the conditions before an experiment.
+
+        Parameters
+        ----------
+        tspan : tuple of two float, or array of shape (N, 2)
+            Start and end times: for all trajectories, or one row per trajectory of an ensemble.
+        p : pytree of arrays, optional
+            Other parameters, as those of the problem: with a row per trajectory for an ensemble.
+
+        Returns
+        -------
+        ODEProblem or EnsembleProblem
+            A trajectory without a steady state starts at NaN: its solve fails, and has no derivatives.
+
+        Raises
+        ------
+        ValueError
+            If p is given for an ensemble with a `prob_func`, or the solution is a rank's share.
+
+        Adjoint
+        -------
+        Cotangents of a solution of this problem flow back through the steady states to the parameters before.
+
+        Examples
+        --------
+        >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, solve, steady_state
+        >>> growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.5], (0.0, 1.0), [1.0])
+        >>> before = EnsembleProblem(growth, p=np.array([[1.0], [2.0]]))
+        >>> after = steady_state(before).continued((0.0, 20.0), p=np.array([[2.0], [1.0]]))
+        >>> print(after.u0.ravel(), solve(after, rtol=1e-8).u_end.ravel().round(6))
+        [1. 2.] [2. 1.]
+        """
+        problem, changes = self._problem, {} if p is None else {"p": p}
+        if problem is None:
+            text = "this is a rank's share of the steady states. Find them with EnsembleMPI(gather=True)"
+            raise ValueError(f"SteadyStateSolution.continued: {text}.")
+        if isinstance(problem, ODEProblem):
+            return remake(problem, u0=self.u, tspan=tspan, **changes)
+        if problem.prob_func is not None:
+            if changes:
+                text = "the ensemble has a prob_func, which determines p. Continue an ensemble with rows of p instead"
+                raise ValueError(f"SteadyStateSolution.continued: {text}.")
+            return remake(problem, prob_func=_started_at(problem.prob_func, self.u, tspan))
+        if isinstance(tspan, tuple):
+            return remake(problem, problem=remake(problem.problem, tspan=tspan), tspan=None, u0=self.u, **changes)
+        return remake(problem, tspan=tspan, u0=self.u, **changes)
+
+
+def _started_at(prob_func: Function, states: Array, tspan: tuple[Any, Any] | Array) -> Function:
+    """Return a `prob_func` that starts each problem at its state."""
+
+    @wraps(prob_func)
+    def started(problem: ODEProblem, i: int, repeat: int, **keywords: Any) -> ODEProblem:
+        span = tspan if isinstance(tspan, tuple) else tspan[i - 1]
+        return remake(prob_func(problem, i, repeat, **keywords), u0=states[i - 1], tspan=span)
+
+    return started
 
 
 def steady_state(
@@ -600,10 +660,12 @@ def steady_state(
         options = _checked(arguments, max_iters)
         compiler = Compiler(options.compile, options.backend, options.count)
         solution = _find(options, max_iters, compiler, range(options.count))
+        solution = replace(solution, _problem=problem)
         report("steady_state", "trajectories", solution.retcode, compiler.not_finite)
     if not isinstance(problem, ODEProblem):
         return solution
-    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
+    names = [field.name for field in fields(solution) if field.name != "_problem"]
+    return replace(solution, **{name: getattr(solution, name)[0] for name in names})
 
 
 def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, channel: Channel) -> SteadyStateSolution:
@@ -625,7 +687,8 @@ def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, chann
     if not mpi.gather and not isinstance(arguments.problem, ODEProblem):
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), channel)
-    return SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
+    rest = np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes))
+    return SteadyStateSolution(u, retcodes, *rest, arguments.problem)
 
 
 def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range) -> SteadyStateSolution:

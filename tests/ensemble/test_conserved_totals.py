@@ -9,7 +9,7 @@ from mpi4py import MPI
 from scipy.integrate import solve_ivp
 
 import mpiad
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, EnsembleSerial, ODEProblem, Rodas5P, remake, steady_state
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, EnsembleSerial, ODEProblem, Rodas5P, remake, solve, steady_state
 
 ALONE = MPI.COMM_SELF
 
@@ -142,3 +142,55 @@ def test_a_sum_that_grows_has_no_steady_state():
     grows = ODEProblem(lambda u, p, t: [u[1] - u[0] + 1.0, u[0] - u[1]], [1.0, 0.0], (0.0, 2.0))
     assert steady_state(grows).retcode in ("ConvergenceFailure", "MaxIters", "Singular")
     assert onp.isnan(steady_state(grows).u).all()
+
+
+# Equilibrium before an experiment, which then takes place with other parameters.
+BEFORE, AFTER = onp.array([[2.0, 0.3, 1.5, 0.7], [1.0, 0.5, 1.0, 0.4]]), onp.array([2.5, 0.2, 0.5, 1.1])
+
+
+def experiment(i, p, change):
+    """Return the final state of an experiment, by SciPy."""
+    return approached(ENZYME, approached(ENZYME, p=p), p + change, stop=0.5 + i)
+
+
+@pytest.mark.parametrize("mpi", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_experiments_that_start_in_equilibrium(mpi, rows):
+    way, spans = EnsembleMPI() if mpi else EnsembleSerial(), onp.array([[0.0, 0.5], [0.0, 1.5]])
+
+    def ends(p):
+        many = EnsembleProblem(ENZYME, p=p)
+        if not rows:  # the problem with other rates is another one, whose p the function reads
+            many = EnsembleProblem(ENZYME, lambda one, i, repeat: remake(one, p=p[i - 1]))
+        found = steady_state(many, Rodas5P(), way, trajectories=2)
+        after = found.continued(spans, p + AFTER) if rows else found.continued(spans)
+        return solve(after, Rodas5P(), way, trajectories=2, rtol=1e-10, atol=1e-12).u_end
+
+    expected = onp.array([experiment(i, BEFORE[i], AFTER * rows) for i in range(2)])
+    onp.testing.assert_allclose(ends(BEFORE), expected, rtol=1e-8, atol=1e-9)
+    if rows:
+        options = {"shared": True} if mpi else {"comm": ALONE}
+        bars = mpiad.grad(lambda p: np.sum(onp.arange(1.0, 5.0) * ends(p)), **options)(BEFORE)
+        slopes = differences(lambda p: experiment(1, p, AFTER), BEFORE[1])
+        onp.testing.assert_allclose(bars[1], onp.arange(1.0, 5.0) @ slopes, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.serial
+def test_continued_problems():
+    single = steady_state(ENZYME, Rodas5P()).continued((0.0, 1.0), p=ENZYME.p)
+    onp.testing.assert_allclose(solve(single, Rodas5P()).u_end, single.u0, rtol=1e-9)
+    # No steady state: the trajectory fails, and has no derivatives; the other one is unaffected.
+    grows = ODEProblem(lambda u, p, t: [p[0] - p[1] * u[0]], [0.5], (0.0, 0.5), onp.ones(2))
+    p = onp.array([[1.0, 2.0], [1.0, 0.0]])
+    after = lambda p: steady_state(EnsembleProblem(grows, p=p)).continued((0.0, 1.0))  # noqa: E731
+    assert solve(after(p)).survivors.tolist() == [True, False]
+    bars = mpiad.grad(lambda p: np.sum(solve(after(p), rtol=1e-10, atol=1e-12).u_end[0]), comm=ALONE)(p)
+    onp.testing.assert_allclose(bars, [[0.5, -0.25], [0.0, 0.0]], atol=1e-9)
+    with pytest.raises(ValueError, match="prob_func, which determines p"):
+        steady_state(EnsembleProblem(ENZYME, lambda one, i, repeat: one), trajectories=1).continued((0.0, 1.0), p=p)
+
+
+def test_shares_are_not_continued():
+    found = steady_state(EnsembleProblem(ENZYME, p=BEFORE), ensemblealg=EnsembleMPI(gather=False))
+    with pytest.raises(ValueError, match=r"share of the steady states. .*gather=True"):
+        found.continued((0.0, 1.0))
