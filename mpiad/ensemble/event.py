@@ -288,7 +288,8 @@ class DoseTable:
 
     def times(self, p: Tree) -> list[Array]:
         """Return the times of the doses, given the parameters."""
-        return list(self.time(p) if callable(self.time) else self.time)
+        times: Any = self.time(p) if callable(self.time) else self.time
+        return list(times)
 
     def affect(self, u: Array, p: Tree, t: Array) -> Array | list[Array]:
         """Return the states after the doses at the times t."""
