@@ -143,8 +143,6 @@ class EnsembleSolution(FactorizationCounts):
         The times of `u_end`.
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
         Numbers of accepted steps, rejected steps, calls of f, Jacobians and factorizations: see `ODESolution`.
-    events : dict
-        Maps trajectories, numbered from 0, to lists of (index in `events` of the solve, time); times are traced if `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     problem : EnsembleProblem
@@ -259,7 +257,10 @@ class EnsembleSolution(FactorizationCounts):
 
     @cached_property
     def events(self) -> dict[int, list[tuple[int, Scalar]]]:
-        """The events of each trajectory that has any: see the class."""
+        """The events: a dict from trajectories, numbered from 0, to lists of (index in `events` of the solve, time).
+
+        Times are traced if `u` is.
+        """
         return self._event_rows.by_trajectory()
 
     @property
