@@ -4,7 +4,8 @@
 
 - `lorenz`: the ensemble of `benchmarks/lorenz/problem.py`, whose trajectories cost about the same;
 - `uneven`: oscillators u' = (ω v, -ω u) over one unit of time, ω from 1.5 to 150 and sorted, so that the last one takes
-  a hundred times as many steps as the first and contiguous shares would leave ranks idle.
+  a hundred times as many steps as the first and contiguous shares would leave ranks idle;
+- `visits`: few trajectories of a stiff model, with two doses and eight saved times each, as in a fit.
 
 All ranks have all states in the end, or each its share (`gather=False`). Kernels also run on two threads of one rank.
 "Apart" is what this machine allows for at most: each rank solves its share as if it were alone, says nothing to the
@@ -19,15 +20,16 @@ and what threads do is added up.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import autograd.numpy as np
+from autograd.tracer import getval
 from mpi4py import MPI
 from reaches import report
 
@@ -50,17 +52,42 @@ def oscillator(u, p, t):
     return p[0] * u[1], -p[0] * u[0]
 
 
+def reactions(u, p, t):
+    decay, return_ = 0.04 * p[0] * u[0], 1e4 * u[1] * u[2]
+    return return_ - decay, decay - return_ - 3e7 * u[1] ** 2, 3e7 * u[1] ** 2
+
+
+def visits(p: np.ndarray) -> dict[str, object]:
+    """Return the options of a solve with two doses, and eight saved times per trajectory."""
+    doses = ensemble.Event(times=lambda p: [0.2, 0.6], affect=lambda u, p, t: [u[0] + 0.1, u[1], u[2]])
+    rows = np.sort(np.random.default_rng(0).uniform(0.0, 1.0, (len(p), 8)), axis=1)
+    return {"alg": ensemble.Rodas5P(), "saveat": rows, "events": doses}
+
+
+class Program(NamedTuple):
+    """An ensemble for any number of trajectories."""
+
+    f: Callable
+    u0: np.ndarray
+    parameters: Callable[[int], np.ndarray]
+    options: Callable[[np.ndarray], dict[str, object]] = lambda p: {}
+    few: bool = False  # whether it is meant for few trajectories, by kernels
+
+
 PROGRAMS = {
-    "lorenz": (lorenz, np.array([1.0, 0.0, 0.0]), lambda n: np.linspace(0.0, 21.0, n)),
-    "uneven": (oscillator, np.array([1.0, 0.0]), lambda n: np.geomspace(1.5, 150.0, n)),
+    "lorenz": Program(lorenz, np.array([1.0, 0.0, 0.0]), lambda n: np.linspace(0.0, 21.0, n)),
+    "uneven": Program(oscillator, np.array([1.0, 0.0]), lambda n: np.geomspace(1.5, 150.0, n)),
+    "visits": Program(reactions, np.array([1.0, 0.0, 0.0]), lambda n: np.linspace(0.5, 2.0, n), visits, few=True),
 }
 
 
-def ends(f: Callable, u0: np.ndarray, p: np.ndarray, way: ensemble.EnsembleAlgorithm, compiled: bool) -> np.ndarray:
-    """Return the states at t = 1, shape (n, d)."""
-    one = ensemble.ODEProblem(f, u0, (0.0, 1.0), np.zeros(1))
+def solved(program: Program, p: np.ndarray, way: ensemble.EnsembleAlgorithm, compiled: bool) -> np.ndarray:
+    """Return the states at t = 1, shape (n, d), or those at the saved times."""
+    one = ensemble.ODEProblem(program.f, program.u0, (0.0, 1.0), np.zeros(1))
     many = ensemble.EnsembleProblem(one, p=np.reshape(p, (-1, 1)))
-    return ensemble.solve(many, ensemblealg=way, trajectories=len(p), compile=compiled, **TOLERANCES).u_end
+    options = TOLERANCES | program.options(getval(p))
+    sol = ensemble.solve(many, ensemblealg=way, trajectories=len(p), compile=compiled, **options)
+    return sol.u if "saveat" in options else sol.u_end
 
 
 def sleep_until_all_are_here() -> None:
@@ -94,8 +121,8 @@ def measure(ways: dict[str, Callable[[], object]], repeats: int, clock: Callable
 
 def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
     """Return, by name, the ways to compute the same; those in `ON_ALL` take all ranks."""
-    f, u0, parameters = PROGRAMS[name]
-    p = parameters(n)
+    program = PROGRAMS[name]
+    p = program.parameters(n)
     ways = {
         "one": ensemble.EnsembleVectorized(),
         "ranks": ensemble.EnsembleMPI(),
@@ -106,12 +133,12 @@ def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
         ways["threads"] = ensemble.EnsembleThreads(2)
 
     # Solved once, so that the shares are known into which all costs fall evenly.
-    ends(f, u0, p, ways["ranks"], compiled)
+    solved(program, p, ways["ranks"], compiled)
     bounds = ways["ranks"].bounds(n, comm.size)
     own = {way: p[bounds[comm.rank] : bounds[comm.rank + 1]] if way == "apart" else p for way in ways}
 
     def gradient(way: str) -> Callable:
-        loss = lambda p: np.sum(ends(f, u0, p, ways[way], compiled) ** 2)  # noqa: E731
+        loss = lambda p: np.sum(solved(program, p, ways[way], compiled) ** 2)  # noqa: E731
         if "ranks" not in way:
             return mpiad.grad(loss, comm=MPI.COMM_SELF)
         return mpiad.grad(loss, shared=True, objective="sum" if "shares" in way else "root")
@@ -119,7 +146,7 @@ def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
     label = f"{name}{', compiled' if compiled else ''}"
     gradients = {way: partial(gradient(way), own[way]) for way in ways}
     return {
-        f"{label}, states": {way: partial(ends, f, u0, own[way], backend, compiled) for way, backend in ways.items()},
+        f"{label}, states": {way: partial(solved, program, own[way], backend, compiled) for way, backend in ways.items()},
         f"{label}, gradient": gradients,
     }
 
@@ -129,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, nargs="*", default=[10_000, 100_000])
     parser.add_argument("--compiled-n", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--few-n", type=int, nargs="*", default=[123, 1000], help="of programs for few trajectories")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu", action="store_true")
@@ -138,11 +166,15 @@ def main() -> None:
         heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", f"{comm.size} apart", "2 threads"))
         print(f"{'':28}{'N':>9}{'one, ms':>10}{heads}{'to reach':>10}", flush=True)
     sizes = [(False, n) for n in options.n] + [(True, n) for n in options.compiled_n]
-    for name, (compiled, n) in itertools.product(options.programs, sizes):
+    few = [(True, n) for n in options.few_n]
+    runs = [(name, *size) for name in options.programs for size in (few if PROGRAMS[name].few else sizes)]
+    for name, compiled, n in runs:
         for case, ways in cases(name, n, compiled).items():
             found = measure(ways, options.repeats, clock)
             if comm.rank == 0:
-                one, reach = found.pop("one"), COMPILED if compiled else REACH.get(n)
+                one = found.pop("one")
+                # Few trajectories may take less time than the messages.
+                reach = (1 / 0.6 if one > 5e-3 else None) if PROGRAMS[name].few else COMPILED if compiled else REACH.get(n)
                 times = "".join(f"{t * 1e3:10.1f}{one / t:6.2f} x" for t in found.values())
                 times += "" if compiled else f"{'':18}"
                 for way in ("ranks", "ranks, shares"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
@@ -26,13 +26,18 @@ _MAX_VALUES = 256
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
-def fingerprint_of(f: Function, *values: Any) -> Fingerprint | None:
-    """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined."""
+def fingerprint_of(f: Function, *values: Any, unknown: Callable[[str], None] | None = None) -> Fingerprint | None:
+    """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined.
+
+    `unknown` is called with a description of the first object that can't be followed.
+    """
     reader = _ValueReader()
     try:
         for value in (f, *values):
             reader.read(value)
-    except Unknown:
+    except Unknown as error:
+        if unknown is not None:
+            unknown(reader.reading or str(error) or "an unknown object")
         return None
     return tuple(reader.entries)
 

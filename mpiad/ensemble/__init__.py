@@ -3,7 +3,7 @@
 from mpiad.ensemble.backends import EnsembleGPU, EnsembleSerial, EnsembleThreads, EnsembleVectorized
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.fit import FitResult, fit
+from mpiad.ensemble.fit import FitResult, FitStarts, fit
 from mpiad.ensemble.interpolation import CubicSpline, interp
 from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
@@ -21,8 +21,8 @@ from mpiad.ensemble.steady_state import SteadyStateSolution, steady_state
 
 __all__ = [
     "BS3", "RK4", "RK45", "ConvergenceCode", "CubicSpline", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem",
-    "EnsembleSerial", "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "ODEProblem",
-    "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
+    "EnsembleSerial", "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "FitStarts",
+    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
     "Vern7", "fit", "interp", "remake", "solve", "steady_state",
 ]  # fmt: skip
 __dir__ = __all__.copy

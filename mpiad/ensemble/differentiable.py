@@ -32,7 +32,7 @@ from mpiad.ensemble.directions import (
     push_directions,
     pushed,
 )
-from mpiad.ensemble.events import by_trajectory, traced_times
+from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends, changed
@@ -161,11 +161,13 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
         return changed(sol, {}, **changes)
     reached, crossed = map(to_host, times)
 
-    def events() -> dict[int, list[tuple[int, Array]]]:
+    def events() -> EventRows:
         ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
-        return by_trajectory(ids, event, traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed))
+        ids = ids.astype(int)
+        return EventRows(ids, event.astype(int), traced_times(ids, when, run.crossed_row, run.live, reached, crossed))
 
-    return changed(sol, {} if run.outcome.event_table is None else {"events": events}, t_reached=reached, **changes)
+    later = {} if run.outcome.event_table is None else {"_event_rows": events}
+    return changed(sol, later, t_reached=reached, **changes)
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:

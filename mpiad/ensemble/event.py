@@ -7,6 +7,7 @@ condition or by times is a function that returns an `Event`, and no other file c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,47 @@ class Event:
             object.__setattr__(self, "times", self._given_times())
         elif not callable(self.condition):
             raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
+
+    @classmethod
+    def doses(cls, times: Array | Function, amounts: Array | Function, component: int) -> Event:
+        """Return an event that adds amounts to one component of the state at given times.
+
+        Parameters
+        ----------
+        times : array of shape (K,), or callable
+            The times of the doses, zero or later, in any order; or ``times(p)``, which returns K times, written for one
+            trajectory and called with columns. With a row of times per trajectory in p, K is the length of the longest row;
+            fill up the others with `numpy.inf`.
+        amounts : number, array of shape (K,), or callable
+            The amount of all doses, or of each one; or ``amounts(p)``, which returns K amounts.
+        component : int
+            The component of the state; 0 if the state is a number.
+
+        Raises
+        ------
+        NotImplementedError
+            If times or amounts are traced. Pass them in p.
+        TypeError, ValueError
+            If times or amounts aren't numbers, or have different lengths, a time is below zero or NaN, an amount isn't
+            finite, or there is no such component.
+
+        Notes
+        -----
+        Simultaneous doses of a trajectory act as events of their mean amount. So the derivative with respect to the time of
+        each of them is the same part of the derivative with respect to their common time.
+
+        Examples
+        --------
+        >>> from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
+        >>> drug = ODEProblem(lambda u, p, t: [-p["rate"] * u[0]], [0.0], (0.0, 24.0))
+        >>> rows = {"rate": [0.1, 0.2], "times": [[0.0, 8.0], [6.0, np.inf]], "amounts": [[100.0, 50.0], [80.0, 0.0]]}
+        >>> ensemble = EnsembleProblem(drug, p={name: np.array(column) for name, column in rows.items()})
+        >>> tablets = Event.doses(lambda p: p["times"], lambda p: p["amounts"], component=0)
+        >>> print(solve(ensemble, events=tablets, rtol=1e-8).u_end.ravel().round(3))
+        [19.167  2.186]
+        """
+        table = DoseTable(_of_doses("times", times), _of_doses("amounts", amounts), component)
+        return cls(times=table.times if callable(times) else table.time, affect=table.affect)
 
     def snapshot(self) -> Event:
         """Return the event with functions that keep the present values of the variables that they read."""
@@ -229,6 +271,71 @@ def _require_numbers(value: Array, shape: Shape) -> None:
             f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but a real number, which changes "
             "its sign at the event, was expected. Take its np.real, np.imag or np.abs."
         )
+
+
+@dataclass(frozen=True)
+class DoseTable:
+    """Doses: their times and amounts, as arrays or functions of the parameters, and the component that they change."""
+
+    time: Array | Function
+    amount: Array | Function
+    component: int
+
+    def __post_init__(self) -> None:
+        positive_count(self.component, "Event.doses: component", 0)
+        if not callable(self.time) and not callable(self.amount):
+            self._check_lengths(self.time, self.amount)
+
+    def times(self, p: Tree) -> list[Array]:
+        """Return the times of the doses, given the parameters."""
+        times: Any = self.time(p) if callable(self.time) else self.time
+        return list(times)
+
+    def affect(self, u: Array, p: Tree, t: Array) -> Array | list[Array]:
+        """Return the states after the doses at the times t."""
+        amount: Any = self.amount(p) if callable(self.amount) else self.amount
+        if callable(self.amount) or amount.ndim:
+            amount = self._at(t, self.times(p), amount)
+        if anp.ndim(u) == anp.ndim(t):
+            return u + amount
+        if self.component >= len(u):
+            raise ValueError(f"Event.doses: component must be less than {len(u)}, but got {self.component}.")
+        return [row + amount if i == self.component else row for i, row in enumerate(u)]
+
+    def _at(self, t: Array, times: Sequence[Array], amounts: Sequence[Array]) -> Array:
+        """Return the amount of one dose at the times t: the mean of simultaneous doses, each of which is an event."""
+        self._check_lengths(times, amounts)
+        total = count = 0.0 * t
+        for time, amount in zip(times, amounts):
+            total = total + anp.where(time == t, amount, 0.0)
+            count = count + anp.where(time == t, 1.0, 0.0)
+        return total / anp.maximum(count, 1.0)
+
+    @staticmethod
+    def _check_lengths(times: Sequence[Array], amounts: Sequence[Array]) -> None:
+        if anp.ndim(amounts) and len(times) != len(amounts):
+            raise ValueError(
+                f"Event.doses: there must be one amount per time, but got {len(times)} times and {len(amounts)} amounts."
+            )
+
+
+def _of_doses(name: str, values: Array | Function) -> Array | Function:
+    """Return the checked times or amounts of doses as an array, or the user's function."""
+    if callable(values):
+        return values
+    if any(map(isbox, values if isinstance(values, (list, tuple)) else [values])):
+        raise NotImplementedError(
+            f"Event.doses: {name} are traced. Pass them in p, and give a function of p that returns them."
+        )
+    array = np.array(values)
+    if array.dtype.kind not in "iuf" or array.ndim > 1 or (name == "times" and not array.ndim):
+        shape = "shape (K,)" if name == "times" else "shape (K,), or one number"
+        raise TypeError(f"Event.doses: {name} must be numbers of {shape}, or a function of p, but got {values!r:.80}.")
+    bad = ~(array >= 0) if name == "times" else ~np.isfinite(array)
+    if bad.any():
+        expected = "zero or later" if name == "times" else "finite"
+        raise ValueError(f"Event.doses: {name} must be {expected}, but got {array[bad].ravel()[0]}.")
+    return array.astype(float)
 
 
 class _Reads:

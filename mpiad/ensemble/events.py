@@ -325,13 +325,30 @@ def _projected(low: Array, high: Array, before: Array, after: Array, radius: Arr
     return np.where(np.abs(x - middle) <= allowed, x, np.where(distance > 0, middle - allowed, middle + allowed))
 
 
-def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Scalar]]]:
-    """Return the (event, time) pairs of each trajectory, given sorted events of all of them; `times` may be traced."""
-    pairs = defaultdict(list)
-    every = times if isbox(times) else times.tolist()
-    for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
-        pairs[i].append((e, time))
-    return dict(pairs)
+class EventRows(NamedTuple):
+    """The events of a solution, sorted by trajectory and time: arrays of shape (m,)."""
+
+    ids: np.ndarray  # the numbers of their trajectories
+    events: np.ndarray  # their indices in the list of the solve
+    times: Array  # may be traced
+
+    def by_trajectory(self) -> dict[int, list[tuple[int, Scalar]]]:
+        """Return the (event, time) pairs of each trajectory."""
+        pairs = defaultdict(list)
+        every = self.times if isbox(self.times) else self.times.tolist()
+        for i, e, time in zip(self.ids.astype(int).tolist(), self.events.astype(int).tolist(), every):
+            pairs[i].append((e, time))
+        return dict(pairs)
+
+    @classmethod
+    def joined(cls, groups: Sequence[EventRows], counts: Sequence[int]) -> EventRows:
+        """Return the events of groups of trajectories; the trajectories of all groups are numbered one after the other."""
+        starts = np.repeat(np.cumsum([0, *counts])[:-1], [len(group.ids) for group in groups])
+        ids, events = (np.concatenate([group[k] for group in groups]) for k in (0, 1))
+        return cls(ids + starts, events, concatenate([group.times for group in groups]))
+
+
+NO_EVENTS = EventRows(np.empty(0, int), np.empty(0, int), np.empty(0))
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +42,71 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 @dataclass(frozen=True, repr=False)
+class FitStarts:
+    """Results of the fits of N trajectories from K starting points each, sorted by cost; failures come last.
+
+    Attributes
+    ----------
+    p : array, shape (N, K, m)
+    cost : array, shape (N, K)
+        NaN if the solve failed at the starting point, also after it was drawn again.
+    retcode : array of str, shape (N, K)
+        Names of return codes, see `ConvergenceCode`.
+    nfev : array of int, shape (N, K)
+        Numbers of solves, each with all derivatives.
+
+    Examples
+    --------
+    The solution of u' = p u² ends at t = 1 / p, so that the first solve fails at p = 3.
+
+    >>> from mpiad.ensemble import ODEProblem, fit
+    >>> grows = ODEProblem(lambda u, p, t: [p[0] * u[0] ** 2], [1.0], (0.0, 1.0), [0.1])
+    >>> options = {"data": np.array([[2.0]]), "saveat": [1.0], "bounds": (0.0, 4.0)}
+    >>> found = fit(grows, lambda u, p, data: u[:, 0] - data, np.array([[3.0]]), starts=3, **options)
+    >>> print(found.starts, found.starts.p.ravel().round(3))
+    FitStarts(1 trajectories, 3 starts each, 3 Success) [0.5 0.5 0.5]
+    """
+
+    p: Array
+    cost: Array
+    retcode: Array
+    nfev: Array
+
+    def __repr__(self) -> str:
+        count, starts = self.cost.shape
+        successes = np.count_nonzero(self.retcode == "Success")
+        return f"{type(self).__name__}({count} trajectories, {starts} starts each, {successes} Success)"
+
+    def plot(self, ax: Any = None, *, trajectory: int = 0) -> Any:
+        """Draw a waterfall plot with matplotlib: the sorted costs of a trajectory, relative to the lowest one.
+
+        Parameters
+        ----------
+        ax : matplotlib axes, optional
+        trajectory : int
+            Its number, from 0.
+
+        Returns
+        -------
+        matplotlib axes
+        """
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            ax = plt.gca()
+        cost, success = self.cost[trajectory], self.retcode[trajectory] == "Success"
+        number = np.arange(1, len(cost) + 1)
+        for chosen, marker, label in ((success, "o", "Success"), (~success & np.isfinite(cost), "x", "other codes")):
+            if chosen.any():
+                ax.plot(number[chosen], 1 + cost[chosen] - np.nanmin(cost), marker, label=label)
+        ax.set_yscale("log")
+        ax.set_xlabel("starting points, sorted")
+        ax.set_ylabel("1 + cost above the lowest")
+        ax.legend()
+        return ax
+
+
+@dataclass(frozen=True, repr=False)
 class FitResult:
     """Results of the fits of N trajectories.
 
@@ -63,6 +128,8 @@ class FitResult:
         Names of return codes, see `ConvergenceCode`.
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+    starts : FitStarts or None
+        With ``starts=K``: the fits from all starting points. The other attributes are those of the lowest cost.
 
     Examples
     --------
@@ -85,6 +152,13 @@ class FitResult:
     _factor: Array  # shape (N, m + 1, m + 1); see `Evaluation`
     _residual_counts: Array  # int, shape (N,); number of residuals
     _tries: Array  # int, shape (N,); number of steps of all solves, including rejected ones
+    starts: FitStarts | None = None
+
+    def _taken(self, rows: Array) -> FitResult:
+        """Return the results of some trajectories, given their indices."""
+        every = self.starts and FitStarts(*(getattr(self.starts, field.name)[rows] for field in fields(FitStarts)))
+        arrays: Any = {name: getattr(self, name)[rows] for name in _ARRAYS}
+        return FitResult(**arrays, starts=every)
 
     def __len__(self) -> int:
         return len(self.p)
@@ -130,7 +204,22 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
     """Return the concatenation of several results."""
     if len(parts) == 1:
         return parts[0]
-    return FitResult(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(FitResult)))
+    arrays: Any = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+    return FitResult(**arrays)
+
+
+# The names of the arrays of results, in order.
+_ARRAYS = tuple(field.name for field in fields(FitResult) if field.name != "starts")
+
+
+def best_fits(result: FitResult, starts: int) -> FitResult:
+    """Return the best fit of each trajectory, given those from all starting points of one trajectory after the other."""
+    cost = result.cost.reshape(-1, starts)
+    order = np.argsort(cost, axis=1, kind="stable")  # NaN comes last
+    rows = order + starts * np.arange(len(cost))[:, None]
+    every = FitStarts(*(getattr(result, field.name)[rows] for field in fields(FitStarts)))
+    best = result._taken(rows[:, 0])
+    return replace(best, indices=best.indices // starts, starts=every)
 
 
 # The number of solves of a fit that `compile="auto"` expects.
@@ -371,15 +460,17 @@ class FitArguments(NamedTuple):
     gtol: float
     x_scale: Array | str
     max_nfev: int | None
+    starts: int | None
+    seed: int
 
 
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev")
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "seed")
 _SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
 class FitPlan(NamedTuple):
-    """The checked arguments; start, bounds and scale have one row per trajectory."""
+    """The checked arguments; start, bounds, scale and saved times have one row per fit, `starts` for each trajectory."""
 
     arguments: FitArguments
     options: SolveOptions
@@ -388,6 +479,15 @@ class FitPlan(NamedTuple):
     upper: Array
     scale: Array | None
     stopping: Stopping
+    starts: int
+
+    def redrawn(self, fits: Array, attempt: int) -> Array:
+        """Return other starting points of some fits, independent of all other fits."""
+        points = [
+            np.random.default_rng([self.arguments.seed, *divmod(fit, self.starts), attempt + 1]).uniform(size=lower.shape)
+            for fit, lower in zip(fits.tolist(), self.lower[fits])
+        ]
+        return self.lower[fits] + np.array(points) * (self.upper - self.lower)[fits]
 
 
 def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
@@ -398,11 +498,12 @@ def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
         names = [(arguments, name) for name in _SHORT] + [(options, name) for name in _SHORT_OPTIONS]
         short = ", ".join(f"{name}={getattr(owner, name)}" for owner, name in names)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
-        shown = f"p0={arguments.p0!r:.60}, bounds={arguments.bounds!r:.60}, saveat={options.saveat!r:.60}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
         arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
         digests = digests_of(plan.options.problem, plan.options.events)
-        return [f"{shown}, atol={options.atol!r:.60}, {short}", short, *arrays, digests]
+        shown = {"p0": arguments.p0, "bounds": arguments.bounds, "saveat": options.saveat, "atol": options.atol}
+        text = lambda: ", ".join([*(f"{name}={value!r:.60}" for name, value in shown.items()), short])  # noqa: E731
+        return [text, short, *arrays, digests]
 
     return alike_on_all(channel, lambda: planned(arguments), described, "fit")
 
@@ -429,7 +530,33 @@ def planned(arguments: FitArguments) -> FitPlan:
             )
     lower, upper = _bounds(arguments.bounds, start)
     scale, stopping = _scale(arguments.x_scale, start), _stopping(arguments, start.shape[1])
-    return FitPlan(arguments, options, start, lower, upper, scale, stopping)
+    plan = FitPlan(arguments, options, start, lower, upper, scale, stopping, 1)
+    positive_count(arguments.seed, "fit: seed", 0)
+    return plan if arguments.starts is None else _with_starts(plan, positive_count(arguments.starts, "fit: starts"))
+
+
+def _with_starts(plan: FitPlan, starts: int) -> FitPlan:
+    """Return the plan of fits from several starting points of each trajectory: p0, and a Latin hypercube."""
+    infinite = ~(np.isfinite(plan.lower) & np.isfinite(plan.upper))
+    if infinite.any():
+        i, j = (int(k) for k in np.argwhere(infinite)[0])
+        raise ValueError(
+            f"fit: starts={starts} draws starting points within the bounds, but variable {j} of trajectory {i + 1} has the "
+            f"bounds {plan.lower[i, j]} and {plan.upper[i, j]}. Give finite bounds."
+        )
+    count, m = plan.start.shape
+    points = np.empty((count, starts, m))
+    for i in range(count):
+        rng = np.random.default_rng([plan.arguments.seed, i])
+        strata = rng.permuted(np.tile(np.arange(starts), (m, 1)), axis=1).T
+        fractions = (strata + rng.uniform(size=(starts, m))) / starts
+        points[i] = plan.lower[i] + fractions * (plan.upper - plan.lower)[i]
+    points[:, 0] = plan.start
+    lower, upper = (np.repeat(bound, starts, axis=0) for bound in (plan.lower, plan.upper))
+    scale, saveat = None if plan.scale is None else np.repeat(plan.scale, starts, axis=0), plan.options.saveat
+    rows = saveat if saveat is None or saveat.ndim < 2 else np.repeat(saveat, starts, axis=0)
+    options = plan.options._replace(saveat=rows)
+    return plan._replace(options=options, start=points.reshape(-1, m), lower=lower, upper=upper, scale=scale, starts=starts)
 
 
 def _stopping(arguments: FitArguments, m: int) -> Stopping:
@@ -513,6 +640,8 @@ def fit(
     events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
     compile: str | bool = "auto",
+    starts: int | None = None,
+    seed: int = 0,
     **others: Any,
 ) -> FitResult:
     """Fit each trajectory of an ensemble to its own data by least squares, all fits at once.
@@ -566,10 +695,16 @@ def fit(
         Number of fits that run together, which limits the memory; all by default.
     compile : {"auto", True, False}
         As for `solve`; "auto" expects that a fit takes ten solves.
+    starts : int, optional
+        The number of starting points per trajectory, in a box of finite `bounds`: p0, and points of a Latin hypercube. A
+        starting point at which the model fails is drawn again, up to 20 times. All fits run together, and over all ranks.
+    seed : int
+        Seed of the starting points, which don't depend on the backend.
 
     Returns
     -------
     FitResult
+        With `starts`, the fit of the lowest cost per trajectory; ``starts`` contains all of them, sorted.
 
     Raises
     ------
@@ -616,7 +751,8 @@ def fit(
         events=as_tuple(events),
         batch_size=batch_size,
     )
-    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, ftol, xtol, gtol, x_scale, max_nfev)
+    stopping = ftol, xtol, gtol, x_scale, max_nfev
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, seed)
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
     group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
     plan = planned(arguments) if group is None else planned_together(group, arguments)
@@ -625,9 +761,9 @@ def fit(
     if mpi is None or group is None:
         result = share = _share(plan, compiler, range(count))
     else:
-        starts = mpi.bounds(count, group.size)
+        bounds_of_shares = mpi.bounds(count, group.size)
         with raising_together(group, Exception), compiler:
-            share = _share(plan, compiler, range(starts[group.rank], starts[group.rank + 1]))
+            share = _share(plan, compiler, range(*bounds_of_shares[group.rank : group.rank + 2]))
         warnings, not_finite, parts = zip(*group.data.allgather((compiler.warnings, compiler.not_finite, share)))
         compiler.not_finite = dict(ChainMap(*not_finite))
         compiler.log_warnings(warnings, group.rank)
@@ -635,6 +771,10 @@ def fit(
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
         mpi.remember(result._tries, 1, bool(compiler.kernels), traced=True)
         compiler.record(result._tries, result.nfev)
+    if starts is not None:
+        chosen = share.indices[share.indices % starts == 0] // starts  # this rank has the first of their starting points
+        result = best_fits(result, starts)
+        share = result._taken(chosen)
     if group is None or group.rank == 0:
         report("fit", "fits", result.retcode, compiler.not_finite)
     return result if mpi is None or mpi.gather else share
@@ -650,7 +790,11 @@ def _share(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
 def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
-    batch = members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, len(plan.start))
+    owners = np.arange(numbers.start, numbers.stop) // plan.starts  # the trajectories of the fits
+    first, last = (int(owners[0]), int(owners[-1]) + 1) if len(owners) else (0, 0)
+    batch = members(ensemble, range(first + 1, last + 1), 1, seed, len(plan.start) // plan.starts)
+    if plan.starts > 1:
+        batch = batch.share(owners - first)
     if batch.traced or is_on_device(batch):
         raise NotImplementedError(
             "fit: traced values and device arrays in the ensemble aren't supported. Apply mpiad.stop_gradient or "
@@ -659,7 +803,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
     solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, numbers.start)
     leaves, build = flatten(plan.arguments.data)
-    data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
+    data = build([None if leaf is None else np.asarray(leaf)[owners] for leaf in leaves])
     misfit = Residuals(plan.arguments.residuals, data, batch.shape)
     tries = np.zeros(len(numbers), int)
 
@@ -669,9 +813,11 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    redraw = None if plan.arguments.starts is None else lambda ids, attempt: plan.redrawn(ids + numbers.start, attempt)
+    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping, redraw)
     initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
-    compiler.not_finite |= not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
+    entries = not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
+    compiler.not_finite |= {k // plan.starts: text for k, text in entries.items()}
     return FitResult(
         minima.x,
         minima.cost,

@@ -35,6 +35,9 @@ _NEAR_FAILURE = 0.01
 # Maximum number of active sets that are tried per step and variable; usually two or three are enough.
 _ACTIVE_SETS = 10
 
+# Maximum number of times that a starting point is drawn again.
+MOST_REDRAWS = 20
+
 _ACTIVE = -1  # the code of problems that haven't ended
 
 
@@ -55,14 +58,24 @@ class Stopping(NamedTuple):
 
 
 Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
+Redraw: TypeAlias = Callable[[Array, int], Array]
 
 
 def minimize_each(
-    evaluate: Evaluate, x0: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping
+    evaluate: Evaluate,
+    x0: Array,
+    lower: Array,
+    upper: Array,
+    scale: Array | None,
+    stopping: Stopping,
+    redraw: Redraw | None = None,
 ) -> _Problems:
-    """Minimize the sums of squares that ``evaluate(x, ids)`` returns, within bounds; x0 and bounds have shape (N, m)."""
+    """Minimize the sums of squares that ``evaluate(x, ids)`` returns, within bounds; x0 and bounds have shape (N, m).
+
+    ``redraw(ids, attempt)`` returns other starting points, for those at which the residuals are undefined.
+    """
     # Steps are relative to `scale`, shape (N, m), by default the inverse of the largest norm so far of each column of J.
-    problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
+    problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping, redraw)
     while problems.active.size:
         problems.try_step()
     problems.finish()
@@ -86,13 +99,29 @@ class _Problems:
     optimality: Array
     active_mask: Array
 
-    def __init__(self, evaluate: Evaluate, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        x: Array,
+        lower: Array,
+        upper: Array,
+        scale: Array | None,
+        stopping: Stopping,
+        redraw: Redraw | None,
+    ):
         count, m = x.shape
         self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
         self.x, self._given_scale = x, scale
         self.nfev, self.njev = np.ones(count, int), np.ones(count, int)
         self.codes = np.full(count, _ACTIVE)
         self.cost, self.factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
+        for attempt in range(MOST_REDRAWS if redraw is not None else 0):
+            failed = np.flatnonzero(~np.isfinite(self.cost))
+            if not failed.size:
+                break
+            self.x[failed] = redraw(failed, attempt)  # type: ignore[misc]
+            self.cost[failed], self.factor[failed] = evaluate(self.x[failed], failed)
+            self.nfev[failed] += 1
         self._gradient = _gradient(self.factor)
         self.codes[~np.isfinite(self.cost)] = ConvergenceCode.InitialFailure.code
         self._inverse_scale = np.zeros((count, m))

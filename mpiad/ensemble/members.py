@@ -98,13 +98,13 @@ def as_state(u0: Array) -> Array:
 
 
 def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
-    problem, count = ensemble.problem, len(numbers)
+    problem = ensemble.problem
     leaves, build = flatten(problem.p)
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_trajectories_last(_rows(_array(leaf), numbers)) for leaf in leaves], [True] * len(leaves), build)
-    start, end = (t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0] for t in _span(problem))
+    start, end = _spans(ensemble, numbers)
     first = as_state(problem.u0)
     states = initial_states(ensemble, numbers, first)
     return Batch(problem.f, first.shape, states, p, start, end, problem.jac_sparsity)
@@ -182,6 +182,36 @@ def _span(problem: ODEProblem) -> tuple[Scalar, Scalar]:
     if not finite:
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
     return span
+
+
+def _spans(ensemble: EnsembleProblem, numbers: Sequence[int]) -> tuple[Array, Array]:
+    """Return the start and end times of some trajectories of an ensemble without `prob_func`, each of shape (n,)."""
+    if ensemble.tspan is None:
+        count = len(numbers)
+        spans = (t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0] for t in _span(ensemble.problem))
+    else:
+        columns = _rows(_array(ensemble.tspan), numbers).T
+        spans = (t if isbox(t) else np.array(t, float) for t in (columns[0], columns[1]))
+    start, end = spans
+    return start, end
+
+
+def check_spans(ensemble: EnsembleProblem) -> None:
+    """Raise an error if the rows of tspan of an ensemble aren't pairs of finite times on the host."""
+    spans = getval(ensemble.tspan)
+    if is_device_array(spans):
+        raise TypeError(
+            "solve: tspan= of the ensemble must be an array on the host, but is on a device. Apply mpiad.device.to_host."
+        )
+    if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype.kind not in "iuf":
+        raise ValueError(
+            "solve: tspan= of the ensemble must have shape (N, 2), with the start and the end of each trajectory, but has "
+            f"shape {spans.shape} and dtype {spans.dtype}."
+        )
+    if not (finite := np.isfinite(spans).all(axis=1)).all():
+        i = int(finite.argmin())
+        times = tuple(spans[i].tolist())
+        raise ValueError(f"solve: tspan= of the ensemble must be finite, but is {times} for trajectory {i + 1}.")
 
 
 def _checked(problem: object, original: ODEProblem, i: int) -> ODEProblem:

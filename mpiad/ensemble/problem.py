@@ -144,6 +144,8 @@ class EnsembleProblem(KernelSources):
         Initial states of the trajectories, instead of a `prob_func`.
     p : array, shape (N, m), or pytree of arrays with N rows, optional
         Parameters of the trajectories, instead of a `prob_func`.
+    tspan : array, shape (N, 2), optional
+        Start and end times of the trajectories, instead of a `prob_func`.
     u_init : object, optional
         Initial value of `reduction`.
 
@@ -157,6 +159,8 @@ class EnsembleProblem(KernelSources):
     >>> drawn = EnsembleProblem(decay, prob_func=lambda prob, i, repeat: remake(prob, p=[float(i)]))
     >>> print(solve(drawn, trajectories=2).u_end.ravel().round(3))
     [0.368 0.135]
+    >>> print(solve(EnsembleProblem(decay, tspan=np.array([[0.0, 1.0], [0.5, 2.5]]))).u_end.ravel().round(3))
+    [0.368 0.135]
     """
 
     problem: ODEProblem
@@ -167,6 +171,7 @@ class EnsembleProblem(KernelSources):
     u0: Array = None
     p: Array = None
     u_init: Any = None
+    tspan: Array = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.problem, ODEProblem):
@@ -177,18 +182,23 @@ class EnsembleProblem(KernelSources):
             fun = getattr(self, name)
             if fun is not None and not callable(fun):
                 raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-        if self.prob_func is not None and not (self.u0 is None and self.p is None):
-            names = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
-            arguments = f"prob_func={self.prob_func!r:.60} and {names}"
-            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {arguments}.")
+        if self.prob_func is not None and (arrays := arrays_of_rows(self)):
+            arguments = f"prob_func={self.prob_func!r:.60} and {' and '.join(arrays)}"
+            text = f"give either prob_func, or arrays u0, p and tspan, not both; but got {arguments}"
+            raise ValueError(f"EnsembleProblem: {text}.")
+
+
+def arrays_of_rows(problem: EnsembleProblem) -> dict[str, Array]:
+    """Return the arrays with one row per trajectory, by the names of the fields."""
+    return {name: rows for name in ("u0", "p", "tspan") if (rows := getattr(problem, name)) is not None}
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
     """Return digests, which ranks compare, of code, values it reads, and arrays (on a device only shape and dtype)."""
     ode = problem.problem if isinstance(problem, EnsembleProblem) else problem
-    parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan": ode.tspan, "p of the problem": ode.p}
+    parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan of the problem": ode.tspan, "p of the problem": ode.p}
     if ode is not problem:
-        parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p")}
+        parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p", "tspan")}
     parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
     return {name: fingerprint(*_comparable(part)) for name, part in parts.items()}
 

@@ -12,8 +12,9 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import same_for_all
+from mpiad.ensemble.events import EventRows
 from mpiad.ensemble.outcome import ReturnCode, came_through
-from mpiad.ensemble.reduction import check_alike, joined_events, joined_times
+from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
@@ -40,7 +41,7 @@ class _Share(NamedTuple):
     calls: Array | None  # numbers of calls of f, sent if events occurred, after which f is called again
     codes: Array  # return codes; a single number if all are Success
     reached: Array  # final times; a single number if all are equal
-    events: dict  # maps trajectories to their events, with untraced times
+    events: EventRows  # with untraced times
     converged: bool  # whether a reduction ended the solve
     ends: bool  # whether only initial and final states are saved
     report: RankReport
@@ -88,10 +89,10 @@ class RankOutcomes:
         """Whether only initial and final states are saved."""
         return all(share.ends for share in self.shares)
 
-    @cached_property
-    def events(self) -> dict[int, list[tuple[int, float]]]:
-        """The events of each trajectory."""
-        return joined_events([share.events for share in self.shares], self.counts)
+    @property
+    def events(self) -> EventRows:
+        """The events of all trajectories, with untraced times."""
+        return EventRows.joined([share.events for share in self.shares], self.counts)
 
     @property
     def nf(self) -> Array:
@@ -116,8 +117,12 @@ def outcomes_of_all(
     share: EnsembleSolution | BaseException,
     calls: Callable[[Array, Array], Array],
     report: RankReport,
+    times: Array | None = None,
 ) -> tuple[EnsembleSolution, RankOutcomes]:
-    """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective."""
+    """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective.
+
+    `times`: the saved times of all trajectories, shape (N, n_saved), if they are known.
+    """
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     if isinstance(share, BaseException):
         channel.data.allgather(None)
@@ -133,7 +138,7 @@ def outcomes_of_all(
             text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
             advice = "Draw random numbers with one seed, or broadcast them."
             raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
-    return share, RankOutcomes(shares, _times(channel, share, shares), calls)
+    return share, RankOutcomes(shares, _times(channel, share, shares) if times is None else times, calls)
 
 
 def _share_of(share: EnsembleSolution, report: RankReport) -> _Share:
@@ -144,10 +149,10 @@ def _share_of(share: EnsembleSolution, report: RankReport) -> _Share:
         times=fingerprint(share.t) if share.t.ndim == 1 else 0,
         accepted=_in_few_bytes(share.naccept),
         rejected=_in_few_bytes(share.nreject),
-        calls=share.nf if share.events else None,
+        calls=share.nf if len(share._event_rows.ids) else None,
         codes=np.asarray(codes, np.int8) if codes.any() else np.int8(0),
         reached=reached[0] if len(reached) and same_for_all(reached) else reached,
-        events={i: [(event, getval(time)) for event, time in events] for i, events in share.events.items()},
+        events=share._event_rows._replace(times=getval(share._event_rows.times)),
         converged=share.converged,
         ends=share._start is not None,
         report=report,

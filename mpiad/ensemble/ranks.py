@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval, isbox
+from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, Scalar, Tree
+from mpiad._typing import Array, Comm, Tree
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
+from mpiad.ensemble.events import EventRows
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile
@@ -48,7 +48,7 @@ def gathered(
     # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share.u_end, outcomes)}
-    fields |= {"events": _gathered_events(share, outcomes, channel.user), "converged": outcomes.converged}
+    fields |= {"_event_rows": _gathered_events(share, outcomes, channel.user), "converged": outcomes.converged}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
@@ -70,15 +70,12 @@ def _collected(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0
     return gather_pieces(x, axis, outcomes.counts, channel)
 
 
-def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Scalar]]]:
+def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> EventRows:
     """Return the events of all trajectories, with differentiable times."""
-    if not outcomes.events:
-        return {}
-    # All ranks sort the events in the same order.
-    here = [time for i in sorted(share.events) for _, time in share.events[i]]
-    everything = mpi_allgather(anp.array(here) if here else np.empty(0), axis=0, comm=comm)
-    times = iter(everything if isbox(everything) else everything.tolist())
-    return {i: [(event, next(times)) for event, _ in outcomes.events[i]] for i in sorted(outcomes.events)}
+    events = outcomes.events
+    if not len(events.ids) or not any(report.traced for report in outcomes.reports):
+        return events
+    return events._replace(times=mpi_allgather(share._event_rows.times, axis=0, comm=comm))
 
 
 class _Placeholder:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -13,11 +12,11 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Shape, Tree
 from mpiad.device.numpy import concatenate
 from mpiad.ensemble.dense_output import JoinedOutput
+from mpiad.ensemble.events import EventRows
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
 _MOST_REPEATS = 1000
-T = TypeVar("T")
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
@@ -70,7 +69,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
         return parts[0]
     # Batches without trajectories don't determine the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
-    events = joined_events([part.events for part in parts], [len(part) for part in parts])
+    events = EventRows.joined([part._event_rows for part in parts], [len(part) for part in parts])
     # If every step is saved, the batches have different numbers of saved times; reduced batches have no saved states.
     width, n_saved = (max(n) for n in zip(*((part.u.shape[1], part.t.shape[-1]) for part in parts)))
     times = joined_times([part.t for part in parts], [len(part) for part in parts], n_saved)
@@ -79,7 +78,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     u = concatenate([widened(part.u, width) for part in parts])
     dense = JoinedOutput([(part.dense, len(part)) for part in parts]) if all(part.dense for part in parts) else None
     codes = np.concatenate([part.codes for part in parts])
-    return EnsembleSolution(u, times, events=events, dense=dense, _codes=codes, **rest)
+    return EnsembleSolution(u, times, dense=dense, _event_rows=events, _codes=codes, **rest)
 
 
 def check_alike(kinds: Sequence[tuple[Shape, np.dtype]], groups: str) -> None:
@@ -88,12 +87,6 @@ def check_alike(kinds: Sequence[tuple[Shape, np.dtype]], groups: str) -> None:
         if (shape, dtype) != kinds[0]:
             different = f"{kinds[0][1]} of shape {kinds[0][0]} and {dtype} of shape {shape}"
             raise ValueError(f"solve: u0 of all trajectories must have one shape and dtype, but {groups} have {different}.")
-
-
-def joined_events(events: list[dict[int, T]], counts: list[int]) -> dict[int, T]:
-    """Return the events of several groups of trajectories; the keys are the numbers of trajectories among all groups."""
-    starts = accumulate(counts, initial=0)
-    return {i + start: listed for group, start in zip(events, starts) for i, listed in group.items()}
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:

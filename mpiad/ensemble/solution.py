@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.device.numpy import concatenate, stack
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, times_of
-from mpiad.ensemble.events import by_trajectory
+from mpiad.ensemble.events import NO_EVENTS, EventRows
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.settings import Settings
@@ -143,8 +143,6 @@ class EnsembleSolution(FactorizationCounts):
         The times of `u_end`.
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
         Numbers of accepted steps, rejected steps, calls of f, Jacobians and factorizations: see `ODESolution`.
-    events : dict
-        Maps trajectories, numbered from 0, to lists of (index in `events` of the solve, time); times are traced if `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     problem : EnsembleProblem
@@ -173,12 +171,12 @@ class EnsembleSolution(FactorizationCounts):
     naccept: Array
     nreject: Array
     nf: Array
-    events: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     converged: bool = False
     problem: ODEProblem | EnsembleProblem | None = field(default=None, repr=False)
     dense: Callable[..., Array] | None = field(default=None, repr=False)
     alg: Algorithm | None = field(default=None, repr=False)
     execution: str = field(default="", repr=False, compare=False)
+    _event_rows: EventRows = field(default_factory=lambda: NO_EVENTS, repr=False, compare=False)
     # The numbers of the return codes, if known.
     _codes: Array | None = field(default=None, repr=False, compare=False)
     # If only initial and final states are saved: returns the initial states, shape (d, N).
@@ -192,7 +190,8 @@ class EnsembleSolution(FactorizationCounts):
         """Return a solution with the given fields, and with those of `later`, which are computed on first access."""
         # The constructor would require all fields.
         sol = object.__new__(cls)
-        defaults = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
+        defaults = {"_event_rows": NO_EVENTS, "converged": False}
+        defaults |= dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))
         sol.__dict__.update({name: value for name, value in defaults.items() if name not in later}, **fields, _later=later)
         return sol
 
@@ -255,6 +254,14 @@ class EnsembleSolution(FactorizationCounts):
 
     def __iter__(self) -> Iterator[ODESolution]:
         return (self[i] for i in range(len(self)))
+
+    @cached_property
+    def events(self) -> dict[int, list[tuple[int, Scalar]]]:
+        """The events: a dict from trajectories, numbered from 0, to lists of (index in `events` of the solve, time).
+
+        Times are traced if `u` is.
+        """
+        return self._event_rows.by_trajectory()
 
     @property
     def codes(self) -> Array:
@@ -381,7 +388,7 @@ def _interpolants(dense: Callable[..., Array] | None) -> Callable[..., Array]:
 
 
 def solution_of(
-    outcome: Outcome, batch: Batch, settings: Settings, events: Callable[[], dict] | None = None
+    outcome: Outcome, batch: Batch, settings: Settings, events: Callable[[], EventRows] | None = None
 ) -> EnsembleSolution:
     """Return the solution of an ensemble in the shape of u0; ``events()`` returns the events if they change states."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
@@ -393,10 +400,10 @@ def solution_of(
         "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None) + resumed,
     }
     if events is not None:
-        deferred["events"] = events
+        deferred["_event_rows"] = events
     elif outcome.event_table is not None:
         ids, event, _, _, when = outcome.event_table
-        deferred["events"] = lambda: by_trajectory(ids, event, when)
+        fields["_event_rows"] = EventRows(ids.astype(int), event.astype(int), when)
     if settings.ends:
         sol = EnsembleSolution.lazy(deferred, t=batch.both_ends(), **fields)
         return at_ends(sol, lambda: batch.u0, sol.u_end)

@@ -33,7 +33,7 @@ from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_rounds import DeviceRun
 from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.events import by_trajectory, traced_times
+from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, master_seed, own_members
@@ -246,7 +246,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, cha
         bool(compiler.kernels), traced, compiler.warnings, digests_of(problem, options.events), compiler.not_finite
     )
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
-    share, outcomes = outcomes_of_all(channel, share, calls, report)
+    times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
+    share, outcomes = outcomes_of_all(channel, share, calls, report, times)
     compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
     compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
@@ -452,8 +453,8 @@ def solved_with_events(
         run, due = Run(batch, settings, outcome), times.traced(inputs)
         u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, inputs, due)  # type: ignore[arg-type]
 
-    def events() -> dict:
-        """Return the roots of conditions and the given times that have passed, per trajectory, with derivatives."""
+    def events() -> EventRows:
+        """Return the roots of conditions and the given times that have passed, with derivatives."""
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
         rows = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
@@ -468,7 +469,7 @@ def solved_with_events(
             places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
             every = concatenate([crossed, anp.reshape(due, (-1,))])
             when = traced_times(ids, when, places, run.live, reached, every)
-        return by_trajectory(ids, event, when)
+        return EventRows(ids, event, when)
 
     sol = solution_of(outcome, batch, settings, events)
     if run is not None:

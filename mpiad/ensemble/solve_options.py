@@ -15,7 +15,8 @@ from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch, refuse_traced_times
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.members import check_spans
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, arrays_of_rows
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
@@ -187,14 +188,14 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
-        return [f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
+        return [lambda: f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
 
     return alike_on_all(channel, lambda: checked_options(arguments), described, "solve")
 
 
 def _kind(problem: object) -> str:
     """Return a text with the properties of a problem that determine the communication."""
-    names = ("prob_func", "output_func", "reduction", "u0", "p")
+    names = ("prob_func", "output_func", "reduction", "u0", "p", "tspan")
     parts = [name for name in names if getattr(problem, name, None) is not None]
     return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
@@ -267,13 +268,16 @@ def _trajectories(options: SolveOptions) -> int:
         if count is not None:
             raise ValueError(f"solve: trajectories={count!r} needs an EnsembleProblem, but got one ODEProblem.")
         return 1
-    lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
+    lengths = {name: _length(rows) for name, rows in arrays_of_rows(problem).items()}
     if count is None and not lengths:
-        raise ValueError(f"solve: trajectories=N is needed if the ensemble has no arrays u0= or p=, but got {count!r}.")
+        text = "trajectories=N is needed if the ensemble has no arrays u0=, p= or tspan="
+        raise ValueError(f"solve: {text}, but got {count!r}.")
     count = positive_count(next(iter(lengths.values())) if count is None else count, "solve: trajectories", 0)
     for name, length in lengths.items():
         if length != count:
             raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
+    if problem.tspan is not None:
+        check_spans(problem)
     if problem.p is not None and problem.problem.p is not None:
         shapes, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
         if shapes != [shape[1:] for shape in rows]:
@@ -289,7 +293,7 @@ def _length(tree: Array) -> int:
     lengths = {shape[0] if shape else -1 for shape in shapes}  # -1 for scalars
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
-            "solve: u0= and p= of the ensemble must be arrays, or p a pytree of arrays, with one row per trajectory, but "
-            f"have parts of shapes {sorted(shapes)}. Write np.array([...]) for a list of rows."
+            "solve: u0=, p= and tspan= of the ensemble must be arrays, or p a pytree of arrays, with one row per "
+            f"trajectory, but have parts of shapes {sorted(shapes)}. Write np.array([...]) for a list of rows."
         )
     return lengths.pop()

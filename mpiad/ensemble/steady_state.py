@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -13,12 +14,14 @@ import scipy.sparse
 from autograd.tracer import isbox
 from scipy.sparse.linalg import LinearOperator, onenormest
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, two_at_least
-from mpiad.ensemble.column_lu import Mass
+from mpiad.ensemble.column_lu import Mass, Places
 from mpiad.ensemble.compiled.kernel_choice import Compiler
+from mpiad.ensemble.conserved_totals import Totals, random_states, totals_of
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
@@ -26,7 +29,7 @@ from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_le
 from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
@@ -36,13 +39,17 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.primitives.checks import positive_count
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all, raising_together
+from mpiad.transport.core.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
-# A step Δ solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
-# Newton's method. A step is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation
-# is small enough. The factor determines the next τ; it doesn't depend on the scaling of components. In each round every
-# active trajectory tries one step. After an accepted step the Jacobian is computed again.
+# A step Δ solves (M/τ - J) Δ = f, where M is the mass matrix: it is a step of the linearly implicit Euler method of length
+# τ, and for large τ a step of Newton's method. A step is accepted if the estimated contraction factor of Newton's method
+# for the implicit Euler equation is small enough. The factor determines the next τ; it doesn't depend on the scaling of
+# components. In each round every active trajectory tries one step. After an accepted step the Jacobian is computed again.
+#
+# If f conserves totals, J is singular. Steps of finite length keep the totals; for the last step, and for derivatives, some
+# equations are replaced by those of the totals (see `conserved_totals`).
 #
 # References
 # ----------
@@ -61,63 +68,44 @@ _ACTIVE = -1
 _LARGEST = 1e200  # limit of 1/τ
 
 
-class Equations:
-    """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian.
+class Matrices:
+    """Matrices J with entries at common places, shape (n, m). If this takes less work, `sparse_lu` factorizes them."""
 
-    Jacobians have the shape (n, m): their entries at `places`. If this takes less work, `sparse_lu` factorizes them.
-    """
-
-    def __init__(self, batch: Batch):
-        self._batch, self._field, self._jacobian = batch, Field(batch), jacobian_of(batch)
-        self.places = self._jacobian.places
-        matrices = StepMatrices(self.places, Mass(None, 1.0), len(batch.u0))
+    def __init__(self, places: Places, d: int, mass: Array | None):
+        self.places, self._d, self._mass = places, d, np.eye(d) if mass is None else mass
+        matrices = StepMatrices(places, Mass(mass, 1.0), d)
         self._sparse = matrices if matrices.elimination else None
 
-    def columns(self, ids: Array) -> tuple[list, Array]:
-        """Return the leaves of the parameters and the times of some trajectories."""
-        return self._batch.p.taken(ids), self._batch.end[ids].astype(self._batch.u0.dtype)
-
-    def values(self, u: Array, ids: Array) -> Array:
-        """Return f at the states u, shape (d, n)."""
-        columns = two_at_least(len(ids))
-        return np.asarray(self._field.array(u[:, columns], *self.columns(ids[columns])), u.dtype)[:, : len(ids)]
-
-    def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
-        """Return f, shape (d, n), and its Jacobian with respect to the states."""
-        columns = two_at_least(len(ids))
-        at = u[:, columns], self._batch.parameters(ids[columns]), self._batch.end[ids[columns]].astype(u.dtype)
-        return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
-
-    def solver(self, jacobians: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
-        """Return a function that solves J x = b, or (rate - J) x = b, for right-hand sides b of shape (d, n)."""
+    def solver(self, entries: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
+        """Return a function that solves J x = b, or (rate M - J) x = b, for right-hand sides b of shape (d, n)."""
         if self._sparse is None:
-            matrices = self.dense(jacobians)
-            matrices = matrices if rates is None else rates[:, None, None] * np.eye(matrices.shape[-1]) - matrices
+            matrices = self.dense(entries)
+            matrices = matrices if rates is None else rates[:, None, None] * self._mass - matrices
             matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
             return lambda right: solved_each(matrices, right.T).T
-        entries, scale = (jacobians.T, 0.0) if rates is None else (-jacobians.T, rates)
-        lu = self._sparse.factorized(entries, scale)
+        signed, scale = (entries.T, 0.0) if rates is None else (-entries.T, rates)
+        lu = self._sparse.factorized(signed, scale)
 
         def solved(right: Array) -> Array:
-            x = np.array(right, entries.dtype, order="C")  # rates are doubles
+            x = np.array(right, signed.dtype, order="C")  # rates are doubles
             lu.solve(x, transposed)
             x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
             return x
 
         return solved
 
-    def singular(self, jacobians: Array, weight: Array) -> Array:
-        """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
+    def singular(self, entries: Array, weight: Array) -> Array:
+        """Return a mask of the singular matrices, shape (n,), independent of the units of components."""
         if self._sparse is None:
-            scaled = self.dense(jacobians) * weight.T[:, None]
+            scaled = self.dense(entries) * weight.T[:, None]
             rows = np.abs(scaled).max(axis=2, keepdims=True)
             rows[rows == 0] = 1.0
             values = np.linalg.svd(scaled / rows, compute_uv=False)
             return values[:, -1] <= _SINGULAR * values[:, 0]
-        return np.array([self._singular(*one) for one in zip(jacobians, weight.T)], bool)
+        return np.array([self._singular(*one) for one in zip(entries, weight.T)], bool)
 
     def _singular(self, entries: Array, weight: Array) -> bool:
-        d, (rows, columns) = len(weight), self.places
+        d, (rows, columns) = self._d, self.places
         scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
         size = abs(scaled).max(axis=1).toarray().ravel()
         size[size == 0] = 1.0
@@ -134,13 +122,123 @@ class Equations:
         norm: Any = onenormest(inverse)
         return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
 
-    def dense(self, jacobians: Array) -> Array:
-        """Return the Jacobians as an array of shape (n, d, d)."""
-        d = len(self._batch.u0)
-        matrices = np.zeros((len(jacobians), d, d), jacobians.dtype)
-        matrices[:, self.places.rows, self.places.columns] = jacobians
-        matrices[np.isnan(jacobians).any(axis=1)] = np.nan  # if no steady state was found
+    def dense(self, entries: Array) -> Array:
+        """Return the matrices as an array of shape (n, d, d); NaN if any entry is NaN."""
+        matrices = np.zeros((len(entries), self._d, self._d), entries.dtype)
+        matrices[:, self.places.rows, self.places.columns] = entries
+        matrices[np.isnan(entries).any(axis=1)] = np.nan
         return matrices
+
+
+class Equations:
+    """The equations of steady states for a batch of plain arrays: f = 0 at the end of tspan, and those of the totals.
+
+    Jacobians of f have the shape (n, m): their entries at the places of `jacobians`. In `matrices` the rows of equations
+    that follow from the others are replaced.
+    """
+
+    def __init__(self, batch: Batch, mass: Array | None):
+        self._batch, self._field, self._jacobian, self._matrix = batch, Field(batch), jacobian_of(batch), mass
+        self.mass, self.transposed_mass = Mass(mass, 1.0), Mass(None if mass is None else mass.T, 1.0)
+        self.jacobians = self.matrices = Matrices(self._jacobian.places, len(batch.u0), mass)
+        self._totals: dict[int, Totals] = {}  # by the indices of trajectories
+
+    def find_totals(self, u: Array) -> None:
+        """Find the conserved totals of each trajectory, given states of shape (d, N)."""
+        d = len(u)
+        with np.errstate(all="ignore"):
+            states = random_states(np.where(u == 0, self._batch.u0, u))
+            ids = np.flatnonzero(np.isfinite(states).all(axis=(0, 1)))
+            if not ids.size:
+                return
+            f, jacobians = self.linearized(states[0][:, ids], ids)
+            finite = np.isfinite(jacobians).all(axis=1) & np.isfinite(f).all(axis=0)
+            ids, f, jacobians = ids[finite], f[:, finite], jacobians[finite]
+            singular = self.jacobians.singular(jacobians, np.abs(states[0][:, ids]))
+            ids, columns = ids[singular], [f[:, singular]]
+            if not ids.size:
+                return
+            blocks = [self.jacobians.dense(jacobians[singular]) * np.abs(states[0][:, ids]).T[:, None]]
+            for x in states[1:, :, ids]:
+                f, jacobians = self.linearized(x, ids)
+                columns.append(f)
+                blocks.append(self.jacobians.dense(jacobians) * np.abs(x).T[:, None])
+            start, end = self._batch.start[ids], self._batch.end[ids]
+            # Totals are conserved from the start to the end.
+            columns += [self.values(states[0][:, ids], ids, start + part * (end - start)) for part in (0.0, 0.5)]
+        for k, i in enumerate(ids):
+            matrix = np.concatenate([*(block[k] for block in blocks), *(f[:, k : k + 1] for f in columns)], axis=1)
+            if (totals := totals_of(matrix)) is not None:
+                self._totals[int(i)] = totals
+        if not self._totals:
+            return
+        replaced = [np.nonzero(self._rows_of(totals)) for totals in self._totals.values()]
+        numbers = [rows * d + columns for rows, columns in (self._jacobian.places, *replaced)]
+        self.matrices = Matrices(Places(*np.divmod(np.unique(np.concatenate(numbers)), d)), d, self._matrix)
+
+    def _rows_of(self, totals: Totals) -> Array:
+        """Return the rows Lᵀ M in a matrix of zeros, shape (d, d)."""
+        rows = np.zeros((len(totals.vectors),) * 2, totals.vectors.dtype)
+        rows[totals.equations] = self.transposed_mass.times(totals.vectors).T
+        return rows
+
+    def replaced(self, jacobians: Array, ids: Array) -> Array:
+        """Return the entries of `matrices`: the Jacobians of some trajectories, with the rows of totals."""
+        if not self._totals:
+            return jacobians
+        d, (rows, columns) = len(self._batch.u0), self.matrices.places
+        entries = np.zeros((len(ids), len(rows)), jacobians.dtype)
+        places = np.searchsorted(rows * d + columns, self._jacobian.places.rows * d + self._jacobian.places.columns)
+        entries[:, places] = jacobians
+        for k, totals in self.totals(ids):
+            chosen = np.isin(rows, totals.equations)
+            entries[k, chosen] = self._rows_of(totals)[rows[chosen], columns[chosen]]
+        return entries
+
+    def totals(self, ids: Array) -> Iterator[tuple[int, Totals]]:
+        """Iterate over the indices in `ids` of the trajectories with conserved totals, and these."""
+        return ((k, self._totals[int(i)]) for k, i in enumerate(ids) if int(i) in self._totals)
+
+    @property
+    def has_totals(self) -> bool:
+        """Whether any trajectory has conserved totals."""
+        return bool(self._totals)
+
+    def combined(self, f: Array, change: Array, ids: Array) -> Array:
+        """Return an array like f, shape (d, n), with Lᵀ times another array in the rows of the totals' equations."""
+        f = f.copy() if self._totals else f
+        for k, totals in self.totals(ids):
+            f[totals.equations, k] = totals.vectors.T @ change[:, k]
+        return f
+
+    def divided(self, bars: Array, ids: Array) -> tuple[Array, Array]:
+        """Return the cotangents of both arrays of `combined`, its transpose."""
+        of_f, of_change = bars.copy(), np.zeros_like(bars)
+        for k, totals in self.totals(ids):
+            of_f[totals.equations, k] = 0.0
+            of_change[:, k] = totals.vectors @ bars[totals.equations, k]
+        return of_f, of_change
+
+    def residuals(self, f: Array, u: Array, ids: Array) -> Array:
+        """Return the values of the equations of some trajectories, shape (d, n), given f at the states u."""
+        return self.combined(f, self.mass.times(u - self._batch.u0[:, ids]), ids)
+
+    def columns(self, ids: Array) -> tuple[list, Array]:
+        """Return the leaves of the parameters and the times of some trajectories."""
+        return self._batch.p.taken(ids), self._batch.end[ids].astype(self._batch.u0.dtype)
+
+    def values(self, u: Array, ids: Array, t: Array | None = None) -> Array:
+        """Return f at the states u, shape (d, n), and times t, by default the ends of tspan."""
+        columns = two_at_least(len(ids))
+        leaves, end = self.columns(ids[columns])
+        time = end if t is None else t[columns].astype(end.dtype)
+        return np.asarray(self._field.array(u[:, columns], leaves, time), u.dtype)[:, : len(ids)]
+
+    def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
+        """Return f, shape (d, n), and its Jacobian with respect to the states."""
+        columns = two_at_least(len(ids))
+        at = u[:, columns], self._batch.parameters(ids[columns]), self._batch.end[ids[columns]].astype(u.dtype)
+        return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
@@ -173,7 +271,7 @@ class _Search:
         self._codes, self._niter = np.full(count, _ACTIVE), np.zeros(count, int)
         self._f, self._rate = np.zeros_like(u0), np.zeros(count)
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
-        self._jacobian = np.full((count, len(equations.places.rows)), np.nan, u0.dtype)
+        self._jacobian = np.full((count, len(equations.jacobians.places.rows)), np.nan, u0.dtype)
         self._linearize(self.active, ConvergenceCode.InitialFailure)
         ids = self.active
         size, change = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
@@ -189,12 +287,12 @@ class _Search:
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
             # A step of the linearly implicit Euler method, of length 1 / rate.
-            solved = self._equations.solver(self._jacobian[ids], rate)
+            solved = self._equations.jacobians.solver(self._jacobian[ids], rate)
             step = solved(f)
             new = self._equations.values(u + step, ids)
             good = np.isfinite(new).all(axis=0)
             # Natural monotonicity test: the ratio of the next simplified Newton step, with the same matrix, to this step.
-            following = solved(np.where(good, new - rate * step, 0.0))
+            following = solved(np.where(good, new - rate * self._equations.mass.times(step), 0.0))
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
         self._u[:, ids[better]] += step[:, better]
@@ -216,9 +314,9 @@ class _Search:
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
         if ids.size:
             _, jacobian[ids] = self._equations.linearized(self._u[:, ids], ids)
-            codes[ids[self._equations.singular(jacobian[ids], self._weight(self._u[:, ids]))]] = (
-                ConvergenceCode.Singular.code
-            )
+            replaced = self._equations.replaced(jacobian[ids], ids)
+            singular = self._equations.matrices.singular(replaced, self._weight(self._u[:, ids]))
+            codes[ids[singular]] = ConvergenceCode.Singular.code
             ids = ids[codes[ids] == ConvergenceCode.Success.code]
         u[:, ids] = self._u[:, ids]
         return u, jacobian, codes, self._niter
@@ -232,7 +330,8 @@ class _Search:
             finite = np.isfinite(f).all(axis=0) & np.isfinite(jacobian).reshape(len(ids), -1).all(axis=1)
             self._codes[ids[~finite]] = failure.code
             ids, f, jacobian = ids[finite], f[:, finite], jacobian[finite]
-            step = self._equations.solver(jacobian)(-f)
+            solved = self._equations.matrices.solver(self._equations.replaced(jacobian, ids))
+            step = solved(-self._equations.residuals(f, self._u[:, ids], ids))
         self._jacobian[ids], self._f[:, ids] = jacobian, f
         last = self._size(step, self._u[:, ids]) <= 1
         self._u[:, ids[last]] += step[:, last]
@@ -248,12 +347,17 @@ class _Search:
 
 # Derivatives of steady states, by the implicit function theorem.
 #
-# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, then du = -J⁻¹ ∂f/∂p dp. So a tangent takes one linear solve with J per
-# trajectory, and a cotangent takes one with Jᵀ. If a trajectory has no steady state, its derivative is zero.
+# Let A be the Jacobian of the equations of steady states: without totals, f = 0, A = ∂f/∂u = J, and du = -A⁻¹ ∂f/∂p dp. If
+# equations are replaced by those of totals, their right-hand sides are Lᵀ M du0 + Lᵀ d(J(x) v), see `conserved_totals`.
+# So a tangent takes one linear solve with A per trajectory, and a cotangent takes one with Aᵀ. If a trajectory has no
+# steady state, its derivative is zero.
+
+# The place of the initial states among the arguments; the leaves of the parameters follow.
+_U0 = 0
 
 
 class SteadyStates:
-    """The steady states, shape (N, d), NaN if not found, as a function of parameters' leaves (see `solve_operator`)."""
+    """The steady states, shape (N, d), NaN if not found, as a function of u0 and parameters (see `solve_operator`)."""
 
     def __init__(self, batch: Batch, equations: Equations, u: Array, jacobian: Array):
         self._batch, self._equations, self._jacobian = batch, equations, jacobian
@@ -261,35 +365,82 @@ class SteadyStates:
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
-        """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
-        p, ids = self._batch.p, self._ids
-        cotangents = {place: np.zeros_like(args[place]) for place in argnums}
+        """Return the cotangents of arguments, given the cotangents g of the states, shape (N, d)."""
+        p, ids, equations = self._batch.p, self._ids, self._equations
+        cotangents = {k: np.zeros_like(args[k]) for k in argnums}
         if not ids.size:
             return cotangents
-        # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
-        bars = -self._equations.solver(self._jacobian[ids], transposed=True)(g[ids].T)
-        u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
+        # The transpose of du = A⁻¹ (-∂f/∂p dp, Lᵀ M du0 + Lᵀ d(J(x) v)): ū is multiplied by A⁻ᵀ, then by the transposes of
+        # both parts.
+        of_f, of_totals = equations.divided(self._solver(transposed=True)(g[ids].T), ids)
+        if _U0 in argnums:
+            cotangents[_U0][:, ids] = equations.transposed_mass.times(of_totals)
+        places = [k - 1 for k in argnums if k != _U0]
+        if places:
+            u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
 
-        def results(variables: list[Array]) -> list[tuple[Array, Array]]:
-            return [(Field(self._batch).array(u, with_leaves(leaves, argnums, variables), t)[:, : len(ids)], bars)]
+            def results(variables: list[Array]) -> Iterator[tuple[Array, Array]]:
+                filled = with_leaves(leaves, places, variables)
+                yield Field(self._batch).array(u, filled, t)[:, : len(ids)], -of_f
+                if of_totals.any():
+                    yield self._along(filled, t)[:, : len(ids)], of_totals
 
-        parts = pulled(results, [leaves[place] for place in argnums])
-        parts = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
-        p.add_cotangents(cotangents, dict(zip(argnums, parts)), ids)
+            parts = pulled(results, [leaves[place] for place in places])
+            parts = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(places, parts)]
+            totals = {place: cotangents[place + 1] for place in places}
+            p.add_cotangents(totals, dict(zip(places, parts)), ids)
+            cotangents |= {place + 1: total for place, total in totals.items()}
         return cotangents
 
     def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
-        """Return the tangents of the states, given the tangents of leaves of the parameters."""
-        result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
+        """Return the tangents of the states, given the tangents of arguments."""
+        result, ids, varies, equations = np.zeros_like(self.vector), self._ids, self._batch.p.varies, self._equations
         if not ids.size:
             return result
         columns = ids[two_at_least(len(ids))]
         u, leaves, t = self._at_steady_states(columns)
-        variables = [leaves[place] for place in tangents]
-        along = [np.take(g, columns, axis=-1) if varies[place] else g for place, g in tangents.items()]
-        value = lambda x: Field(self._batch).array(u, with_leaves(leaves, tangents, x), t)  # noqa: E731
-        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, variables, along)[1][:, : len(ids)]).T
+        of_f, of_totals = np.zeros((2, *u.shape))[:, :, : len(ids)]
+        if _U0 in tangents:
+            of_totals = equations.mass.times(tangents[_U0][:, ids])
+        along = {k - 1: np.take(g, columns, axis=-1) if varies[k - 1] else g for k, g in tangents.items() if k != _U0}
+        if along:
+            variables, gs = [leaves[place] for place in along], list(along.values())
+            value = lambda x: Field(self._batch).array(u, with_leaves(leaves, along, x), t)  # noqa: E731
+            of_f = -jvp(value, variables, gs)[1][:, : len(ids)]
+            if equations.has_totals:
+                product = lambda x: self._along(with_leaves(leaves, along, x), t)  # noqa: E731
+                of_totals = of_totals + jvp(product, variables, gs)[1][:, : len(ids)]
+        result[ids] = self._solver()(equations.combined(of_f, of_totals, ids)).T
         return result
+
+    def _solver(self, transposed: bool = False) -> Callable[[Array], Array]:
+        """Return a function that solves linear systems with the Jacobians of the equations."""
+        entries = self._equations.replaced(self._jacobian[self._ids], self._ids)
+        return self._equations.matrices.solver(entries, transposed=transposed)
+
+    def _along(self, leaves: Sequence[Any], t: Array) -> Array:
+        """Return J(x) v of `conserved_totals` for the steady states, as columns, given traced leaves."""
+        x, v = self._direction
+        columns = two_at_least(len(self._ids))
+        with restoring_state(), Bundle() as bundle:
+            state = bundle.variable(x[:, columns], [v[:, columns]])
+            _, tangents = bundle.parts(Field(self._batch).array(state, leaves, t))
+        return np.zeros_like(x[:, columns]) if tangents is None or tangents[0] is None else tangents[0]
+
+    @cached_property
+    def _direction(self) -> tuple[Array, Array]:
+        """Random states x, and v with J(x) v = M (u - u0), shape (d, n); v is zero for trajectories without totals."""
+        ids, equations = self._ids, self._equations
+        u = self.vector[ids].T
+        x = random_states(u)[0]
+        change = equations.mass.times(u - self._batch.u0[:, ids])
+        _, jacobian = equations.linearized(x, ids)
+        v = equations.matrices.solver(equations.replaced(jacobian, ids))(
+            equations.combined(change, np.zeros_like(change), ids)
+        )
+        having = np.zeros(len(ids), bool)
+        having[[k for k, _ in equations.totals(ids)]] = True
+        return x, np.where(having, v, 0.0)
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
         """Return the steady states of some trajectories, and their leaves and times, as columns."""
@@ -339,6 +490,7 @@ class SteadyStateSolution:
     niter: Array
     jacobian: Array
     indices: Array
+    _problem: ODEProblem | EnsembleProblem | None = None  # None for a rank's share
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({np.count_nonzero(self.success)} of {np.size(self.niter)} Success)"
@@ -351,11 +503,70 @@ class SteadyStateSolution:
     def eigenvalues(self) -> Array:
         """Return the eigenvalues of the Jacobians, shape (N, d); NaN if no steady state was found.
 
-        A steady state is stable if all real parts are negative.
+        A steady state is stable if all real parts are negative, except those of the conserved combinations, one zero each.
         """
         values = np.full(self.jacobian.shape[:-1], np.nan, complex)
         values[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return values
+
+    def continued(self, tspan: tuple[Any, Any] | Array, p: Tree = None) -> Any:
+        """Return the problem that starts at the steady states, for example of the conditions before an experiment.
+
+        Parameters
+        ----------
+        tspan : tuple of two float, or array of shape (N, 2)
+            Start and end times: for all trajectories, or one row per trajectory of an ensemble.
+        p : pytree of arrays, optional
+            Other parameters, as those of the problem: with a row per trajectory for an ensemble.
+
+        Returns
+        -------
+        ODEProblem or EnsembleProblem
+            A trajectory without a steady state starts at NaN: its solve fails, and has no derivatives.
+
+        Raises
+        ------
+        ValueError
+            If p is given for an ensemble with a `prob_func`, or the solution is a rank's share.
+
+        Adjoint
+        -------
+        Cotangents of a solution of this problem flow back through the steady states to the parameters before.
+
+        Examples
+        --------
+        >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, solve, steady_state
+        >>> growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.5], (0.0, 1.0), [1.0])
+        >>> before = EnsembleProblem(growth, p=np.array([[1.0], [2.0]]))
+        >>> after = steady_state(before).continued((0.0, 20.0), p=np.array([[2.0], [1.0]]))
+        >>> print(after.u0.ravel(), solve(after, rtol=1e-8).u_end.ravel().round(6))
+        [1. 2.] [2. 1.]
+        """
+        problem, changes = self._problem, {} if p is None else {"p": p}
+        if problem is None:
+            text = "this is a rank's share of the steady states. Find them with EnsembleMPI(gather=True)"
+            raise ValueError(f"SteadyStateSolution.continued: {text}.")
+        if isinstance(problem, ODEProblem):
+            return remake(problem, u0=self.u, tspan=tspan, **changes)
+        if problem.prob_func is not None:
+            if changes:
+                text = "the ensemble has a prob_func, which determines p. Continue an ensemble with rows of p instead"
+                raise ValueError(f"SteadyStateSolution.continued: {text}.")
+            return remake(problem, prob_func=_started_at(problem.prob_func, self.u, tspan))
+        if isinstance(tspan, tuple):
+            return remake(problem, problem=remake(problem.problem, tspan=tspan), tspan=None, u0=self.u, **changes)
+        return remake(problem, tspan=tspan, u0=self.u, **changes)
+
+
+def _started_at(prob_func: Function, states: Array, tspan: tuple[Any, Any] | Array) -> Function:
+    """Return a `prob_func` that starts each problem at its state."""
+
+    @wraps(prob_func)
+    def started(problem: ODEProblem, i: int, repeat: int, **keywords: Any) -> ODEProblem:
+        span = tspan if isinstance(tspan, tuple) else tspan[i - 1]
+        return remake(prob_func(problem, i, repeat, **keywords), u0=states[i - 1], tspan=span)
+
+    return started
 
 
 def steady_state(
@@ -378,6 +589,9 @@ def steady_state(
     Each trajectory is solved to the end of its tspan. Newton's method continues from this state, with damping and
     termination per trajectory. With a longer tspan, it begins closer to the steady state; with ``tspan=(t, t)``, at u0.
 
+    If f conserves linear combinations of the components (of M u, if there is a mass matrix), such as the amount of an
+    enzyme, free and bound, the steady state is the one that has their values at u0.
+
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
@@ -397,7 +611,8 @@ def steady_state(
     Returns
     -------
     SteadyStateSolution
-        ``u`` is traced if the parameters are. Its derivative with respect to initial states is zero.
+        ``u`` is traced if the parameters or initial states are. Its derivative with respect to initial states is zero
+        except for conserved combinations.
 
     Raises
     ------
@@ -413,7 +628,8 @@ def steady_state(
 
     Adjoint
     -------
-    By the implicit function theorem, a cotangent takes one solve with the transposed Jacobian per trajectory.
+    By the implicit function theorem, a cotangent takes one solve with the transposed Jacobian per trajectory, in which the
+    equations of conserved combinations replace those that follow from others.
 
     Examples
     --------
@@ -444,10 +660,12 @@ def steady_state(
         options = _checked(arguments, max_iters)
         compiler = Compiler(options.compile, options.backend, options.count)
         solution = _find(options, max_iters, compiler, range(options.count))
+        solution = replace(solution, _problem=problem)
         report("steady_state", "trajectories", solution.retcode, compiler.not_finite)
     if not isinstance(problem, ODEProblem):
         return solution
-    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
+    names = [field.name for field in fields(solution) if field.name != "_problem"]
+    return replace(solution, **{name: getattr(solution, name)[0] for name in names})
 
 
 def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, channel: Channel) -> SteadyStateSolution:
@@ -469,7 +687,8 @@ def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, chann
     if not mpi.gather and not isinstance(arguments.problem, ODEProblem):
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), channel)
-    return SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
+    rest = np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes))
+    return SteadyStateSolution(u, retcodes, *rest, arguments.problem)
 
 
 def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range) -> SteadyStateSolution:
@@ -488,17 +707,18 @@ def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: ra
         check_traceable(Field(batch), batch.u0[:, columns], batch.p.taken(columns), t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
-    equations = Equations(batch)
+    equations = Equations(batch, settings.mass)
+    equations.find_totals(start)
     search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
     roots, jacobian, codes, niter = search.roots(max_iters)
     initial = np.flatnonzero(codes == ConvergenceCode.InitialFailure.code)
     compiler.not_finite |= not_finite_entries(batch, initial, numbers.start)
     states = SteadyStates(batch.snapshot(), equations, roots, jacobian)
-    leaves = traced.p.leaves
-    u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
+    variables = traced.u0, *traced.p.leaves
+    u = solve_operator(*variables, solved=states) if any(map(isbox, variables)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
-    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, equations.dense(jacobian), indices)
+    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, equations.jacobians.dense(jacobian), indices)
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:

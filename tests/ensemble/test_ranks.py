@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import autograd
 import autograd.numpy as anp
@@ -24,6 +27,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
+from mpiad.ensemble.compiled import trace
 from mpiad.errors import IntegrationError
 
 RHO = np.linspace(0, 21, 37)[:, None]
@@ -404,3 +408,48 @@ def test_progress_ends_where_a_share_fails(rank, size):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such member"):
             solve(EnsembleProblem(BASE, member), ensemblealg=EnsembleMPI(), trajectories=3 * size, progress=True)
+
+
+@pytest.mark.limit(120)
+def test_functions_of_imported_modules_are_traced_once(monkeypatch, caplog):
+    """An event is created for each solve, and reads a function through an object that holds a module."""
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("doses_of_a_model", None))
+    exec("def times(p):\n    return [0.25, 0.5]", module.__dict__)
+    model, traces = SimpleNamespace(module=module), []
+    traced = trace._traced
+    monkeypatch.setattr(trace, "_traced", lambda *args: traces.append(1) or traced(*args))
+    ensemble = EnsembleProblem(BASE, p=np.linspace(0.5, 1.0, 6))
+
+    def solved():
+        dose = Event(times=lambda p: model.module.times(p), affect=lambda u, p, t: [u[0] + 1.0])
+        rows = np.linspace(0.1, 0.9, 12).reshape(6, 2)
+        return solve(ensemble, ensemblealg=EnsembleMPI(), saveat=rows, events=dose, compile=True)
+
+    first = solved()
+    count = len(traces)
+    assert count
+    same(first, solved())
+    assert len(traces) == count
+
+    # What may change in each solve can't be compared; the log names it.
+    model.counter = iter(range(100))
+    with caplog.at_level(logging.INFO, "mpiad"):
+        for _ in range(2):
+            dose = Event(times=lambda p: [0.25, 0.5 + 0 * next(model.counter)], affect=lambda u, p, t: [u[0] + 1.0])
+            solve(ensemble, ensemblealg=EnsembleMPI(), events=dose, compile=True)
+    assert len(traces) > count
+    assert caplog.text.count("traced again in each solve") == 1 and "model.counter" in caplog.text
+
+
+def test_arguments_of_all_ranks_are_texts_only_in_messages(rank, size):
+    class Times(list):
+        def __str__(self):
+            raise AssertionError("a text for nothing")
+
+        __repr__ = __format__ = __str__
+
+    times = [0.25, 0.5]
+    same(solve(LORENZ, ensemblealg=EnsembleMPI(), saveat=Times(times)), solve(LORENZ, saveat=times))
+    if size > 1:
+        with pytest.raises(ValueError, match=r"rank 0 gave saveat=\[0.25, 0.5\].* and rank 1 gave saveat=\[0.25, 0.625\]"):
+            solve(LORENZ, ensemblealg=EnsembleMPI(), saveat=[0.25, 0.5 + 0.125 * (rank == 1)])

@@ -105,7 +105,10 @@ def remembered(
     others = batch.p.build(["" if place in places else leaf for place, leaf in enumerate(batch.p.leaves)])
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
     kinds = (parts, batch.shape, batch.u0.dtype, tuple([event.terminal for event in events]), *further)
-    values = fingerprint_of(batch.f, others, *functions)
+    retraced = "f and the events are traced again in each solve, since a new trace may differ: they read {}, {}"
+    advice = "whose value can't be compared with that of the last solve; pass it in p"
+    log = lambda reads: warn_once(batch.f, retraced.format(reads, advice), level=logging.INFO)  # noqa: E731
+    values = fingerprint_of(batch.f, others, *functions, unknown=log)
     if values is None:
         return make(False)
     key = values, kinds
@@ -211,13 +214,13 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
     return True
 
 
-def warn_once(f: Function, text: str, logs: bool = True) -> None:
-    """Log a warning about an f, once per text; `logs`: whether this rank logs."""
+def warn_once(f: Function, text: str, logs: bool = True, level: int = logging.WARNING) -> None:
+    """Log a warning, or a message of another level, about an f, once per text; `logs`: whether this rank logs."""
     known = _warned.setdefault(identity_of(f), set())
     if text not in known:
         known.add(text)
         if logs:
-            _log.warning("solve: %s.", text)
+            _log.log(level, "solve: %s.", text)
 
 
 def _program_of(

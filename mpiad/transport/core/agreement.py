@@ -7,7 +7,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from mpiad.transport.core.channels import Channel, Used, note_use, on_any_rank
 from mpiad.transport.core.tracing import checked_on_replay
 
 T = TypeVar("T")
+# The text of an argument, or a function that returns it.
+Description: TypeAlias = "str | Callable[[], str]"
 
 # Exceptions that other ranks can construct from their name and one text.
 _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
@@ -171,8 +173,13 @@ def fingerprint(*parts: object) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def require_alike(channel: Channel, error: BaseException | None, call: str, described: str, *compared: object) -> None:
-    """Combine `raise_together(error)` and `require_same` of texts and arrays (`compared`) in one message; collective."""
+def require_alike(
+    channel: Channel, error: BaseException | None, call: str, described: Description, *compared: object
+) -> None:
+    """Combine `raise_together(error)` and `require_same` of texts and arrays (`compared`) in one message; collective.
+
+    `described`: the text of the message, or a function that returns it and is called only if the ranks differ.
+    """
     checked_on_replay(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
@@ -188,16 +195,18 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
     return made  # type: ignore[return-value]  without a result all ranks have raised
 
 
-def _required_alike(channel: Channel, error: BaseException | None, fingerprint: int, described: str, call: str) -> None:
+def _required_alike(
+    channel: Channel, error: BaseException | None, fingerprint: int, described: Description, call: str
+) -> None:
     note_use(channel)
     every = np.empty((channel.size, 2), np.int64)
     channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
-        texts = channel.data.allgather(described)
+        texts = channel.data.allgather(described() if callable(described) else described)
         # The texts may be shortened, so they may be equal although the fingerprints differ.
-        difference = f"they differ in parts that aren't shown here: {described}"
+        difference = f"they differ in parts that aren't shown here: {texts[0]}"
         other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
         if other is not None:
             difference = f"rank 0 gave {texts[0]} and rank {other} gave {texts[other]}"

@@ -89,7 +89,9 @@ class _ForeignHook:
         # cloudpickle stores a module that a function uses as the module's name if its class is exactly ModuleType. An
         # instance of another class needs `__reduce__`.
         by_name = {"__reduce__": lambda module: (importlib.import_module, (module.__name__,))}
-        self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name})
+        # `importlib` creates modules by `type(sys)`. They are plain ones, without this property.
+        plain = {"__new__": lambda _, *args, **keywords: ModuleType(*args, **keywords)}
+        self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name, **plain})
 
     def __get__(self, module: ModuleType | None, kind: type | None = None) -> Any:
         return self if module is None else self.hook

@@ -52,6 +52,22 @@ def test_is_not_there_on_one_rank(mpirun):
     assert mpirun(1, SWITCHED_OFF).returncode == 0
 
 
+PLAIN_MODULES = """
+import sys
+import types
+import mpiad
+import colorsys
+assert type(sys) is not types.ModuleType and sys.excepthook is sys.__excepthook__
+assert type(colorsys) is types.ModuleType, type(colorsys).__mro__
+assert not hasattr(colorsys, "excepthook")
+"""
+
+
+def test_modules_imported_afterwards_have_no_hooks(mpirun):
+    done = mpirun(2, PLAIN_MODULES)
+    assert done.returncode == 0, done.stderr
+
+
 class TestOfAWorldThatOutlivesARank:
     pytestmark = with_ulfm
 

@@ -25,7 +25,7 @@ from mpiad.ensemble.compiled.traced_problem import FEW, LARGE, MOST_OPERATIONS, 
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.events import by_trajectory, in_order, traced_times
+from mpiad.ensemble.events import NO_EVENTS, EventRows, in_order, traced_times
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
@@ -125,21 +125,23 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
         "naccept": naccept,
         "nreject": nreject,
         "nf": lambda: evaluations(naccept(), nreject(), alg, has_dt),
-        "events": dict if rows is None else partial(_events, arrays, codes, rows, settings.events, times),
+        "_event_rows": partial(_events, arrays, codes, rows, settings.events, times),
     }
 
 
-def _events(arrays: ArrayModule, codes: Array, rows: Array, events: Sequence[Event], times: Sequence[Array]) -> dict:
+def _events(
+    arrays: ArrayModule, codes: Array, rows: Array | None, events: Sequence[Event], times: Sequence[Array]
+) -> EventRows:
     """Return the events of all trajectories; `times`: traced end times and event times, or empty."""
-    if not rows.size:
-        return {}
+    if rows is None or not rows.size:
+        return NO_EVENTS
     table = arrays.to_host(arrays.contiguous(rows))
     order = in_order(table)
     (ids, event), when = table[:2, order].astype(int), table[4, order]
     if times:
         indices = np.where(np.array([each.stops for each in events])[event], -1, order)
         when = traced_times(ids, when, indices, came_through(arrays.to_host(codes)), *times)
-    return by_trajectory(ids, event, when)
+    return EventRows(ids, event, when)
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
