@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
+    "gallery",
     "linked_names",
     "reference_pages",
 ]
