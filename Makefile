@@ -179,7 +179,9 @@ recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q $(SPHINX_FLAGS) -b html docs docs/_build/html
 
-docs-pictures: $(VENV)/.ready-test ## draw the pictures of the documentation anew, on 4 ranks
+docs-pictures: $(VENV)/.ready-test ## draw the pictures and diagrams of the documentation again, those of the gallery on 4 ranks
+	@$(BIN)/python docs/diagrams.py
+	@$(BIN)/python docs/page_pictures.py
 	@for name in $(PICTURES); do $(LAUNCH) --ranks 4 -- examples/$$name.py --picture docs/images/$$name.png || exit 1; done
 
 docs-functions: $(VENV)/.ready-test ## write the table of NumPy's functions and their derivatives again

@@ -42,6 +42,7 @@ default_role = "code"  # in docstrings, `x` is code
 
 html_theme = "furo"
 html_title = f"mpiad {version}"
+html_favicon = "images/diagrams/favicon.svg"
 html_copy_source = False
 pygments_dark_style = "monokai"  # the theme's underlines names of modules, like links
 html_static_path = ["_static"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,11 @@ def test_the_gallery_shows_each_example():
 def test_descriptions_of_pictures_are_on_one_line(name):
     """MyST drops line breaks in them, and joins the words on both sides."""
     assert not re.findall(r"!\[[^\]]*\n[^\]]*\]\(", PAGES[name])
+
+
+def test_diagrams_are_those_that_the_program_draws(monkeypatch, tmp_path):
+    diagrams = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))
+    monkeypatch.setitem(diagrams["main"].__globals__, "FOLDER", tmp_path)
+    diagrams["main"]()
+    folder = ROOT / "docs" / "images" / "diagrams"
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {f.name: f.read_text() for f in folder.iterdir()}
