@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -171,6 +173,20 @@ def test_a_snippet_draws_the_picture_that_its_page_shows(program, picture, mpiru
     assert (job.returncode, job.stderr) == (0, "")
     assert (tmp_path / picture).stat().st_size > 0
     assert (ROOT / "docs" / "images" / "pages" / picture).exists()
+
+
+@pytest.mark.launches
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("name", [name for name in NAMES if "```{notebook}" in (ROOT / name).read_text()])
+def test_a_page_runs_as_a_notebook(name, mpirun, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_extensions")
+    notebook = json.loads(importlib.import_module("notebooks").notebook((ROOT / name).read_text()))
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    raising = [program.text.strip() for program in SHOWN[name][0] if program.error]
+    assert len(code) >= len(SHOWN[name][0])
+    program = tmp_path / "notebook.py"
+    program.write_text("\n".join(cell for cell in code if not any(text.endswith(cell) for text in raising)))
+    assert mpirun(1, program, cwd=tmp_path, timeout=100).returncode == 0
 
 
 def test_snippets_are_python():
