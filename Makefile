@@ -182,6 +182,7 @@ docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 docs-pictures: $(VENV)/.ready-test ## draw the pictures and diagrams of the documentation again, those of the gallery on 4 ranks
 	@$(BIN)/python docs/diagrams.py
 	@$(BIN)/python docs/page_pictures.py
+	@$(BIN)/python docs/performance_picture.py
 	@for name in $(PICTURES); do $(LAUNCH) --ranks 4 -- examples/$$name.py --picture docs/images/$$name.png || exit 1; done
 
 docs-functions: $(VENV)/.ready-test ## write the table of NumPy's functions and their derivatives again

@@ -34,3 +34,19 @@ def test_diagrams_are_those_that_the_program_draws(monkeypatch, tmp_path):
     diagrams["main"]()
     folder = ROOT / "docs" / "images" / "diagrams"
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {f.name: f.read_text() for f in folder.iterdir()}
+
+
+def test_the_readme_states_ratios_of_the_performance_page():
+    table = [row.strip("| ").split(" | ") for row in PAGES["docs/performance.md"].splitlines() if row.count(" | ") == 4]
+    rows = {(workload, forward, gradient) for workload, _, forward, gradient, _ in table}
+    stated = re.findall(r"\| ([^|]+): ([\d.]+)?(?:, )?with gradient ([\d.]+) \|$", PAGES["README.md"], re.MULTILINE)
+    assert len(stated) == 4
+    assert {(workload, forward or "–", gradient) for workload, forward, gradient in stated} <= rows
+
+
+def test_the_picture_of_ratios_shows_the_tables_of_the_performance_page():
+    ratios = runpy.run_path(str(ROOT / "docs" / "performance_picture.py"))["ratios"]
+    found = ratios(PAGES["docs/performance.md"])
+    assert ("Devito", (0.78,), (0.78,)) in found
+    assert ("PyAMG", (0.08, 0.15), ()) in found
+    assert "mpiad" not in {ratio.library for ratio in found}
