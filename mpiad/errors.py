@@ -88,6 +88,7 @@ class ForeignTraceError(RuntimeError):
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> import autograd
     >>> try:
     ...     autograd.grad(lambda x: mpiad.mpi_exchange(x, dest=(rank + 1) % size, source=(rank - 1) % size))(1.0)
@@ -114,6 +115,7 @@ class ReplicationError(ValueError):
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> try:
     ...     mpiad.debug.assert_replicated(rank)
     ...     print(size == 1)

@@ -46,6 +46,7 @@ def custom_operator(fun: Function) -> CustomOperator:
     --------
     A sum over the ranks with mpi4py; this linear operator equals its transpose:
 
+    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defadjoint
     >>> @custom_operator
@@ -137,6 +138,7 @@ def defjvp(operator: CustomOperator, *rules: Callable | None) -> None:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp
     >>> @custom_operator
@@ -171,6 +173,7 @@ def defjvp_together(operator: CustomOperator, rule: Callable) -> None:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp_together
     >>> @custom_operator

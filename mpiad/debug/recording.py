@@ -375,6 +375,7 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with mpiad.debug.traced(f"{folder}/timeline.json"):

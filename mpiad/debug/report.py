@@ -237,6 +237,7 @@ class Row(NamedTuple):
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> import io
     >>> with mpiad.debug.recorded():
     ...     for k in range(3):
@@ -277,6 +278,7 @@ class Report(NamedTuple):
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> import io
     >>> with mpiad.debug.recorded():
     ...     _ = mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(1.0)

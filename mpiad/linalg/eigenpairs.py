@@ -63,6 +63,7 @@ class EigenPairs(NamedTuple):
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> from mpiad.linalg import eigsh
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
     >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)
@@ -142,6 +143,7 @@ def eigsh(
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> from mpiad.linalg import eigsh
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
     >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)

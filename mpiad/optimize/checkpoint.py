@@ -40,6 +40,7 @@ class CheckpointFile(NamedTuple):
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> import tempfile
     >>> loss = lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -63,6 +63,7 @@ class CustomOperator(Recorded):
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import CustomOperator, custom_operator
     >>> total = custom_operator(lambda x: MPI.COMM_WORLD.allreduce(x))

@@ -47,6 +47,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(mpiad.mpi_reduce_scatter(np.ones((size, 2))) / size)
     [1. 1.]
     """
