@@ -43,6 +43,14 @@ ifeq ($(filter locked oldest newest,$(VERSIONS)),)
 $(error VERSIONS=$(VERSIONS) is none of locked, oldest, newest)
 endif
 
+# Pages are the same with any MPI. If there is no environment yet, they get one with a wheel, since building mpi4py for the
+# machine's MPI takes minutes.
+ifeq ($(MPI),auto)
+ifeq ($(or $(wildcard .venv/.ready),$(filter-out docs test-docs,$(MAKECMDGOALS))),)
+MPI := mpich
+endif
+endif
+
 # One environment for each choice of MPI and versions.
 VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))$(if $(filter-out locked,$(VERSIONS)),-$(VERSIONS))
 BIN := $(VENV)/bin
