@@ -88,8 +88,8 @@ class ForeignTraceError(RuntimeError):
 
     Examples
     --------
-    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> import autograd
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> try:
     ...     autograd.grad(lambda x: mpiad.mpi_exchange(x, dest=(rank + 1) % size, source=(rank - 1) % size))(1.0)
     ... except mpiad.errors.ForeignTraceError as error:

@@ -46,9 +46,9 @@ def custom_operator(fun: Function) -> CustomOperator:
     --------
     A sum over the ranks with mpi4py; this linear operator equals its transpose:
 
-    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defadjoint
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def total(x):
     ...     return MPI.COMM_WORLD.allreduce(x)
@@ -138,9 +138,9 @@ def defjvp(operator: CustomOperator, *rules: Callable | None) -> None:
 
     Examples
     --------
-    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def total_square(x):
     ...     return MPI.COMM_WORLD.allreduce(x**2)
@@ -173,9 +173,9 @@ def defjvp_together(operator: CustomOperator, rule: Callable) -> None:
 
     Examples
     --------
-    >>> size = mpiad.mpi_size()
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp_together
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def inner(x, y):
     ...     return MPI.COMM_WORLD.allreduce(x @ y)

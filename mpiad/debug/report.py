@@ -237,8 +237,8 @@ class Row(NamedTuple):
 
     Examples
     --------
-    >>> rank = mpiad.mpi_rank()
     >>> import io
+    >>> rank = mpiad.mpi_rank()
     >>> with mpiad.debug.recorded():
     ...     for k in range(3):
     ...         total = mpiad.mpi_allreduce(1.0)
@@ -278,8 +278,8 @@ class Report(NamedTuple):
 
     Examples
     --------
-    >>> size = mpiad.mpi_size()
     >>> import io
+    >>> size = mpiad.mpi_size()
     >>> with mpiad.debug.recorded():
     ...     _ = mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(1.0)
     >>> found = mpiad.debug.report(file=io.StringIO())

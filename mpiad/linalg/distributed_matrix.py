@@ -170,8 +170,8 @@ class DistributedMatrix:
 
     Examples
     --------
-    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> import scipy.sparse
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> rows = scipy.sparse.diags_array(np.full(2, 4.0), offsets=2 * rank, shape=(2, 2 * size))
     >>> matrix = mpiad.linalg.DistributedMatrix(rows.tocsr())  # 4 on the diagonal; this rank's two rows
     >>> print(matrix.solve(np.ones(2)))

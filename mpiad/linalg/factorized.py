@@ -498,8 +498,8 @@ def factorized(
 
     Examples
     --------
-    >>> size = mpiad.mpi_size()
     >>> import scipy.sparse
+    >>> size = mpiad.mpi_size()
     >>> halves = mpiad.linalg.factorized(lambda u, k: k * u, np.ones(3), 2.0, pattern=mpiad.Domain(3 * size))
     >>> print(halves(np.array([2.0, 4.0, 6.0])))
     [1. 2. 3.]

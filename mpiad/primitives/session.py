@@ -45,8 +45,8 @@ def mpi_init(comm: Comm = None, *, world: Comm = None) -> None:
 
     Examples
     --------
-    >>> rank = mpiad.mpi_rank()
     >>> from mpi4py import MPI
+    >>> rank = mpiad.mpi_rank()
     >>> row = MPI.COMM_WORLD.Split(rank // 2)
     >>> mpiad.mpi_init(row)
     >>> print(mpiad.mpi_rank(row) == rank % 2)
