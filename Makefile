@@ -43,6 +43,14 @@ ifeq ($(filter locked oldest newest,$(VERSIONS)),)
 $(error VERSIONS=$(VERSIONS) is none of locked, oldest, newest)
 endif
 
+# Pages are the same with any MPI. If there is no environment yet, they get one with a wheel, since building mpi4py for the
+# machine's MPI takes minutes.
+ifeq ($(MPI),auto)
+ifeq ($(or $(wildcard .venv/.ready),$(filter-out docs test-docs,$(MAKECMDGOALS))),)
+MPI := mpich
+endif
+endif
+
 # One environment for each choice of MPI and versions.
 VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))$(if $(filter-out locked,$(VERSIONS)),-$(VERSIONS))
 BIN := $(VENV)/bin
@@ -150,6 +158,8 @@ test-autograd: $(VENV)/.ready-test ## run autograd's own tests with mpiad's deri
 test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree
 	@$(BIN)/python tests/installed_wheel.py
 
+# An incremental build forgets the index entries of unchanged pages, which searches need.
+test-docs: SPHINX_FLAGS = -E
 test-docs: docs ## check the links between the pages, and that a search finds the right one first
 	@$(BIN)/python tests/docs/built_pages.py docs/_build/html
 
@@ -175,9 +185,12 @@ recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and 
 		$(PYTEST_FLAGS) -k "samplers_and_optimizers or other_frameworks or interop" tests/docs tests/interop
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
-	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@$(BIN)/sphinx-build -W --keep-going -q $(SPHINX_FLAGS) -b html docs docs/_build/html
 
-docs-pictures: $(VENV)/.ready-test ## draw the pictures of the documentation anew, on 4 ranks
+docs-pictures: $(VENV)/.ready-test ## draw the pictures and diagrams of the documentation again, those of the gallery on 4 ranks
+	@$(BIN)/python docs/diagrams.py
+	@$(BIN)/python docs/page_pictures.py
+	@$(BIN)/python docs/performance_picture.py
 	@for name in $(PICTURES); do $(LAUNCH) --ranks 4 -- examples/$$name.py --picture docs/images/$$name.png || exit 1; done
 
 docs-functions: $(VENV)/.ready-test ## write the table of NumPy's functions and their derivatives again

@@ -25,8 +25,11 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
+    "gallery",
     "linked_names",
+    "notebooks",
     "reference_pages",
+    "section_lists",
 ]
 exclude_patterns = ["_build"]
 # Short inventories of what the pages name, kept here: pages are built, and are the same, without a network.
@@ -39,10 +42,13 @@ intersphinx_mapping = {name: (address, f"_inventories/{name}.inv") for name, add
 default_role = "code"  # in docstrings, `x` is code
 
 html_theme = "furo"
-html_title = "mpiad"
+html_title = f"mpiad {version}"
+html_favicon = "images/diagrams/favicon.svg"
 html_copy_source = False
+pygments_dark_style = "monokai"  # the theme's underlines names of modules, like links
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_js_files = ["sidebar.js"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

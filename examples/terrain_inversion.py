@@ -1,4 +1,4 @@
-"""Find how permeable the ground is under real terrain, from the water levels in a few boreholes.
+"""Find how permeable the ground is under real terrain, from the water levels in boreholes.
 
     mpiexec -n 4 python examples/terrain_inversion.py
 
@@ -223,8 +223,8 @@ def draw_picture(path, elevation, truth, found, survey, borders, results):
     (loss,) = axis.semilogy(losses, "C0", label="loss")
     level = axis.axhline(survey.measured.size / 2, color="C0", linestyle=":", label="noise alone")
     right = axis.twinx()
+    (slope,) = right.semilogy(slopes, "C1", linewidth=1, label="gradient")
     right.set_ylabel("largest entry of the gradient")
-    (slope,) = right.semilogy(slopes, "C1", linewidth=1, label="gradient, largest entry (right)")
     for result in results[:-1]:
         axis.axvline(len(result.history.loss) - 0.5, color="0.5", linestyle="--", linewidth=0.7)
     axis.set(title="convergence of L-BFGS, on both grids", xlabel="iteration", ylabel="loss", xlim=(0, len(losses) - 1))

@@ -287,7 +287,8 @@ def main():
     series = {name: valley.all_readings(part) for name, part in series.items()}
     depth = valley.whole(water)
     if mpiad.mpi_rank() == 0:
-        print(f"{len(mesh.areas)} triangles, {valley.steps} steps; the volume of water changes by {abs(gain):.0e} of it")
+        change = f"the volume of water changes by at most {max(abs(gain), 1e-15):.0e} of it"
+        print(f"{len(mesh.areas)} triangles, {valley.steps} steps; {change}")
         print(f"misfit of the guess {value:.12e}, derivative {slope:.12e}, central difference {difference:.6e}")
         print(f"{result.nit} iterations: misfit {result.fun:.4f}, {result.nfev} gradients")
         for name, n, found in zip(GROUND, truth, numpy.exp(result.x)):

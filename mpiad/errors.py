@@ -89,6 +89,7 @@ class ForeignTraceError(RuntimeError):
     Examples
     --------
     >>> import autograd
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> try:
     ...     autograd.grad(lambda x: mpiad.mpi_exchange(x, dest=(rank + 1) % size, source=(rank - 1) % size))(1.0)
     ... except mpiad.errors.ForeignTraceError as error:
@@ -114,6 +115,7 @@ class ReplicationError(ValueError):
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> try:
     ...     mpiad.debug.assert_replicated(rank)
     ...     print(size == 1)

@@ -64,6 +64,7 @@ def custom_operator(fun: Function) -> CustomOperator:
 
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defadjoint
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def total(x):
     ...     return MPI.COMM_WORLD.allreduce(x)
@@ -155,6 +156,7 @@ def defjvp(operator: CustomOperator, *rules: Callable | None) -> None:
     --------
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def total_square(x):
     ...     return MPI.COMM_WORLD.allreduce(x**2)
@@ -189,6 +191,7 @@ def defjvp_together(operator: CustomOperator, rule: Callable) -> None:
     --------
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defjvp_together
+    >>> size = mpiad.mpi_size()
     >>> @custom_operator
     ... def inner(x, y):
     ...     return MPI.COMM_WORLD.allreduce(x @ y)

@@ -9,14 +9,16 @@
     ```
 
 Where the program is wrong, the second block ends with the error's last line, broken into lines as the page likes, or it
-is `(never ends)`. Every other block of Python has the word `snippet` beside its language, and is compiled only.
+is `(never ends)`. Every other block of Python has the word `snippet` beside its language, and is compiled only. A snippet
+that saves a picture of the page is run, too, at the end of the program before it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+SAVED = re.compile(r"^ *figure\.savefig\(\"(\w+\.png)\"", re.MULTILINE)
 NEVER_ENDS = "(never ends)"
 FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"# mpiexec -n (\d+) python (\w+\.py)\n")
@@ -64,6 +66,18 @@ def programs_of(text: str, page: str) -> tuple[list[Program], list[str]]:
             raise PageError(f"{page}:{line}: {header[2]} isn't followed at once by a block of text, what it prints")
         programs.append(_program(page, header, block[3], after[3]))
     return programs, snippets
+
+
+def pictures_of(text: str, page: str) -> list[tuple[Program, str]]:
+    """Return the programs with the snippets that save the page's pictures, and the files' names."""
+    pictures, program = [], None
+    for block in FENCE.finditer(text):
+        language, header, saved = block[2].strip(), HEADER.match(block[3]), SAVED.search(block[3])
+        if language == "python" and header:
+            program = _program(page, header, block[3], "")
+        elif language == "python snippet" and program and saved and f"/images/pages/{saved[1]})" in text:
+            pictures.append((replace(program, text=program.text + block[3]), saved[1]))
+    return pictures
 
 
 def _program(page: str, header: re.Match, text: str, shown: str) -> Program:

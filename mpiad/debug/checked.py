@@ -85,6 +85,7 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # raises if any rank has another value
     """
     group = channel(comm, "assert_replicated")

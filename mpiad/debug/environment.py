@@ -357,6 +357,7 @@ def environment(comm: Comm = None) -> Environment:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> here = mpiad.debug.environment()
     >>> print(len(here.places) == size, here.selftest.passed)
     True True

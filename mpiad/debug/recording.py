@@ -376,6 +376,7 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
     Examples
     --------
     >>> import os, tempfile
+    >>> rank = mpiad.mpi_rank()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with mpiad.debug.traced(f"{folder}/timeline.json"):
     ...         total = mpiad.mpi_allreduce(1.0)

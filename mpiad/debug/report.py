@@ -238,6 +238,7 @@ class Row(NamedTuple):
     Examples
     --------
     >>> import io
+    >>> rank = mpiad.mpi_rank()
     >>> with mpiad.debug.recorded():
     ...     for k in range(3):
     ...         total = mpiad.mpi_allreduce(1.0)
@@ -278,6 +279,7 @@ class Report(NamedTuple):
     Examples
     --------
     >>> import io
+    >>> size = mpiad.mpi_size()
     >>> with mpiad.debug.recorded():
     ...     _ = mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(1.0)
     >>> found = mpiad.debug.report(file=io.StringIO())

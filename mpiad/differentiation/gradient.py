@@ -95,6 +95,7 @@ def value_and_grad(
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> J, gradient = mpiad.value_and_grad(lambda x: mpiad.mpi_allreduce(np.sum(x**2)))(np.array([1.0, 2.0]))
     >>> print(J / size, gradient)
     5.0 [2. 4.]
@@ -141,6 +142,7 @@ def grad(
     --------
     One variable, with a copy on each rank:
 
+    >>> size = mpiad.mpi_size()
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2), shared=True)(3.0) / size)
     6.0
     """

@@ -55,6 +55,7 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Function,
     fun : callable
         Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
+        Position of the argument to differentiate; for a tuple of positions, products take and return tuples.
 
     Returns
     -------
@@ -80,6 +81,7 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Function,
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> vjp, y = mpiad.make_vjp(mpiad.mpi_allreduce)(np.ones(2))
     >>> print(y / size, vjp(np.ones(2)) / size)
     [1. 1.] [1. 1.]
@@ -155,6 +157,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     fun : callable
         Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
+        Position of the argument to differentiate; for a tuple of positions, products take and return tuples.
 
     Returns
     -------
@@ -177,6 +180,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(*mpiad.make_jvp(lambda x: mpiad.mpi_allreduce(x**2) / size)(3.0)(1.0))
     9.0 6.0
     """
@@ -209,6 +213,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(*mpiad.jvp(lambda x: mpiad.mpi_allreduce(x**2) / size, 3.0, 1.0))
     9.0 6.0
     """
@@ -259,6 +264,7 @@ class Linearization:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> linear = mpiad.linearize(lambda x: mpiad.mpi_allreduce(x**2) / size)(np.array([1.0, 2.0]))
     >>> print(linear.value, linear.jvp(np.array([1.0, 0.0])), linear.vjp(np.array([0.0, 1.0])))
     [1. 4.] [2. 0.] [0. 4.]
@@ -335,6 +341,7 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
     fun : callable
         Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
+        Position of the argument to differentiate; for a tuple of positions, products take and return tuples.
 
     Returns
     -------
@@ -357,6 +364,7 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> linear = mpiad.linearize(lambda x: mpiad.mpi_allreduce(x**2) / size)(np.array([1.0, 2.0]))
     >>> print(linear.value, linear.jvp(np.ones(2)))
     [1. 4.] [2. 4.]
@@ -384,6 +392,7 @@ class SecondOrder(NamedTuple):
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> at_x = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
     >>> print(at_x.value, at_x.gradient * size, at_x.product(np.ones(2)) * size)
     9.0 [ 3. 12.] [ 6. 12.]
@@ -422,6 +431,7 @@ def make_hvp(
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> J, gradient, product = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)))(np.array([1.0, 2.0]))
     >>> print(J / size, gradient, product(np.ones(2)), product(np.array([1.0, 0.0])))
     9.0 [ 3. 12.] [ 6. 12.] [6. 0.]

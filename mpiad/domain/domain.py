@@ -77,6 +77,7 @@ class Domain(Decomposition):
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> domain = mpiad.Domain(12)
     >>> (x,) = domain.coordinates(0.5)  # of this rank's cells
     >>> print(domain.sum(1.0 + 0 * x), domain.max(x))
@@ -324,6 +325,7 @@ class Domain(Decomposition):
 
         Examples
         --------
+        >>> rank = mpiad.mpi_rank()
         >>> domain = mpiad.Domain(12)
         >>> block = domain.scatter(np.arange(12.0) if rank == 0 else None)
         >>> print(np.array_equal(block, np.arange(12)[domain.owned]))
@@ -356,6 +358,7 @@ class Domain(Decomposition):
 
         Examples
         --------
+        >>> rank = mpiad.mpi_rank()
         >>> domain = mpiad.Domain(12)
         >>> (x,) = domain.coordinates()
         >>> whole = domain.gather(x)
@@ -389,6 +392,7 @@ class Domain(Decomposition):
 
         Examples
         --------
+        >>> size = mpiad.mpi_size()
         >>> domain = mpiad.Domain(12)
         >>> print(domain.owner([0]) == 0, domain.owner([11]) == size - 1)
         True True
@@ -646,6 +650,7 @@ class Domain(Decomposition):
 
         Examples
         --------
+        >>> rank = mpiad.mpi_rank()
         >>> domain = mpiad.Domain(8)
         >>> point = np.array([[2.25]]) if rank == 0 else np.zeros((0, 1))
         >>> source = domain.deposit(point, 4.0 * np.ones(len(point)))

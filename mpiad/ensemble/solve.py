@@ -113,9 +113,11 @@ def solve(
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
         Store all steps, so that ``sol(t)`` returns the states at any times.
-    rtol, atol : float, or array with the shape of a state
-        Tolerances: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components.
-        `rtol` is at least 100 times the machine precision.
+    rtol : float, or array with the shape of a state
+        Relative tolerance: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the
+        components; at least 100 times the machine precision.
+    atol : float, or array with the shape of a state
+        Absolute tolerance.
     dt : float, optional
         Size of the first step; for RK4, of every step.
     dtmax : float
@@ -147,6 +149,9 @@ def solve(
         several ranks, rank 0 displays the progress of its own trajectories.
     throw : bool
         Whether to raise an IntegrationError if a trajectory fails. By default failures are logged, and have return codes.
+    **others
+        Any other argument raises a TypeError. For a name of SciPy or SciML, such as ``t_eval`` or ``reltol``, the error
+        states the argument's name here.
 
     Returns
     -------

@@ -79,6 +79,7 @@ class AdditiveSchwarz:
     --------
     >>> import scipy.sparse
     >>> from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> whole = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(24, 24)).tocsr()
     >>> rows = slice(24 * rank // size, 24 * (rank + 1) // size)
     >>> matrix = DistributedMatrix(whole[rows])

@@ -171,6 +171,7 @@ class DistributedMatrix:
     Examples
     --------
     >>> import scipy.sparse
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> rows = scipy.sparse.diags_array(np.full(2, 4.0), offsets=2 * rank, shape=(2, 2 * size))
     >>> matrix = mpiad.linalg.DistributedMatrix(rows.tocsr())  # 4 on the diagonal; this rank's two rows
     >>> print(matrix.solve(np.ones(2)))
@@ -297,6 +298,7 @@ class DistributedMatrix:
 
         Examples
         --------
+        >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
         >>> first = 2 * rank  # this rank has two rows
         >>> nodes = np.array([first, first + 1])
         >>> stiffness = np.array([[[1.0, -1.0], [-1.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]]])  # of two elements
@@ -368,6 +370,7 @@ class DistributedMatrix:
 
         Examples
         --------
+        >>> rank = mpiad.mpi_rank()
         >>> first = 2 * rank  # this rank has two unknowns, each of which is coupled with itself and with its partner
         >>> rows, columns = first + np.array([0, 0, 1, 1]), first + np.array([0, 1, 0, 1])
         >>> matvec = lambda u, k: k * u + u[::-1]

@@ -64,6 +64,7 @@ class EigenPairs(NamedTuple):
     Examples
     --------
     >>> from mpiad.linalg import eigsh
+    >>> rank = mpiad.mpi_rank()
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
     >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)
     >>> print(pairs.vectors.shape, np.allclose(mpiad.mpi_allreduce(pairs.vectors @ pairs.vectors.T), np.eye(2)))
@@ -143,6 +144,7 @@ def eigsh(
     Examples
     --------
     >>> from mpiad.linalg import eigsh
+    >>> rank = mpiad.mpi_rank()
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
     >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)
     >>> print(pairs.values.round(6), np.all(pairs.residuals < 1e-6))

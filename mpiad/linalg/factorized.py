@@ -311,6 +311,7 @@ class Factorized:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> domain = mpiad.Domain(3 * size)
     >>> solve = mpiad.linalg.factorized(lambda u, k: k * u, np.ones(3), 2.0, pattern=domain)
     >>> print(solve.shape == (3 * size, 3 * size), solve.T(np.ones((2, 3))))
@@ -498,6 +499,7 @@ def factorized(
     Examples
     --------
     >>> import scipy.sparse
+    >>> size = mpiad.mpi_size()
     >>> halves = mpiad.linalg.factorized(lambda u, k: k * u, np.ones(3), 2.0, pattern=mpiad.Domain(3 * size))
     >>> print(halves(np.array([2.0, 4.0, 6.0])))
     [1. 2. 3.]

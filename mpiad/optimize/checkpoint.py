@@ -41,6 +41,7 @@ class CheckpointFile(NamedTuple):
     Examples
     --------
     >>> import tempfile
+    >>> size = mpiad.mpi_size()
     >>> loss = lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saved = mpiad.optimize.CheckpointFile(f"{folder}/run.npz", every=5)

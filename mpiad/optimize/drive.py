@@ -183,6 +183,7 @@ class DrivenFunction:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> def program(f):
     ...     x = np.array([1.0, 2.0])
     ...     return np.array([f(x), *f.gradient(x), *f.hvp(x, np.ones(2))]) / size

@@ -43,6 +43,7 @@ class History(NamedTuple):
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> result = mpiad.minimize(lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size, np.zeros(2))
     >>> print(result.history.loss.round(4), result.history.evaluations[0])
     [2.     0.1716 0.    ] 1

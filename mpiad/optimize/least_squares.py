@@ -534,6 +534,7 @@ def least_squares(
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> result = mpiad.optimize.least_squares(lambda x: (rank + 1) * (x - np.array([1.0, 2.0])), np.zeros(2))
     >>> print(np.round(result.x, 4))
     [1. 2.]

@@ -43,6 +43,7 @@ def local_rank() -> Rank:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> print(0 <= mpiad.parallel.local_rank() <= rank)
     True
     """
@@ -54,6 +55,7 @@ def total_workers(comm: Comm = None) -> int:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(mpiad.parallel.total_workers() == size)
     True
     """

@@ -50,6 +50,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> print(mpiad.parallel.synchronize({"w": np.ones(2) + rank}))
     {'w': array([1., 1.])}
     """
@@ -98,6 +99,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> x = np.ones(2)
     >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
     True [1. 1.]
@@ -110,6 +112,7 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> x = np.ones(2)
     >>> _ = mpiad.parallel.reduce_(x)
     >>> print(x[0] == (size if rank == 0 else 1))
@@ -124,6 +127,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> x = np.arange(3.0) + rank
     >>> print(mpiad.parallel.bcast_(x))
     [0. 1. 2.]
@@ -156,6 +160,11 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
         As for `allreduce_`. The values at the time of this call are summed; the arrays are overwritten by `wait`.
     comm : mpi4py intracommunicator, optional
 
+    Returns
+    -------
+    Pending
+        The sum in progress. Its method `wait` returns `x`, after writing the sums into its arrays.
+
     Raises
     ------
     TypeError
@@ -167,6 +176,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> x = np.ones(2)
     >>> pending = mpiad.parallel.iallreduce_(x)
     >>> _ = pending.wait()

@@ -46,6 +46,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, *, comm: Comm = None) 
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> print(np.array_equal(mpiad.mpi_allgather(float(rank)), np.arange(size)))
     True
     """

@@ -53,6 +53,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, *, comm: Comm = None) -> Replicat
     Examples
     --------
     >>> from mpi4py import MPI
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> print(mpiad.mpi_allreduce(1.0) == size, mpiad.mpi_allreduce(float(rank), op=MPI.MAX) == size - 1)
     True True
     """

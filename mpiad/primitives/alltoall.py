@@ -72,6 +72,7 @@ def mpi_alltoall(
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> print(np.array_equal(mpiad.mpi_alltoall(np.full(size, float(rank))), np.arange(size)))
     True
 

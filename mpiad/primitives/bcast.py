@@ -46,6 +46,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, *, comm: Comm = None) -> ReplicatedA
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> print(mpiad.mpi_bcast(np.arange(3.0) + 10 * rank))
     [0. 1. 2.]
     """

@@ -65,6 +65,7 @@ class CustomOperator(Recorded):
     --------
     >>> from mpi4py import MPI
     >>> from mpiad.extend import CustomOperator, custom_operator
+    >>> size = mpiad.mpi_size()
     >>> total = custom_operator(lambda x: MPI.COMM_WORLD.allreduce(x))
     >>> print(isinstance(total, CustomOperator), total(1.0) == size)
     True True

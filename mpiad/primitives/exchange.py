@@ -52,6 +52,7 @@ def mpi_exchange(
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> print(mpiad.mpi_exchange(float(rank), dest=after, source=before) == before)
     True

@@ -40,6 +40,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, *, comm: 
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> x = mpiad.mpi_gather(np.ones(2), axis=0)
     >>> print(len(x) == (2 * size if rank == 0 else 0))
     True

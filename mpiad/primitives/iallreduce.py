@@ -44,6 +44,7 @@ def mpi_iallreduce(x: LocalArray, *, comm: Comm = None) -> Request:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> request = mpiad.mpi_iallreduce(np.ones(2))
     >>> y = np.sin(0.0)  # other computations, while the sum is active
     >>> print(mpiad.mpi_wait(request) / size)

@@ -44,6 +44,7 @@ def mpi_irecv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> 
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> request = mpiad.mpi_irecv(np.zeros(1), before)
     >>> _ = mpiad.mpi_send(np.array([float(rank)]), after)

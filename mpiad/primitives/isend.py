@@ -48,6 +48,7 @@ def mpi_isend(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Reque
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> requests = [mpiad.mpi_irecv(np.zeros(1), before), mpiad.mpi_isend(np.array([float(rank)]), after)]
     >>> received, _ = mpiad.mpi_waitall(requests)

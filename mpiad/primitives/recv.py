@@ -49,6 +49,7 @@ def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> A
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)
     >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)

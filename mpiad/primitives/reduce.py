@@ -44,6 +44,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, *, comm: Comm = None
     Examples
     --------
     >>> from mpi4py import MPI
+    >>> rank = mpiad.mpi_rank()
     >>> smallest = mpiad.mpi_reduce(np.array([1.0, rank]), MPI.MIN)
     >>> print(smallest if rank == 0 else np.array([1.0, 0.0]))
     [1. 0.]

@@ -49,6 +49,7 @@ def mpi_reduce_scatter(
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(mpiad.mpi_reduce_scatter(np.ones((size, 2))) / size)
     [1. 1.]
     """

@@ -38,6 +38,7 @@ def mpi_scan(x: LocalArray, *, comm: Comm = None) -> LocalArray:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> print(mpiad.mpi_scan(1.0) - rank)
     1.0
     """
@@ -57,6 +58,7 @@ def mpi_exscan(x: LocalArray, *, comm: Comm = None) -> LocalArray:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> print(mpiad.mpi_exscan(1.0) - rank)
     0.0
     """

@@ -54,6 +54,7 @@ def mpi_scatter(
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> rows = np.arange(2.0 * size).reshape(size, 2) if rank == 0 else None
     >>> print(mpiad.mpi_scatter(rows) - 2 * rank)
     [0. 1.]

@@ -46,6 +46,7 @@ def mpi_send(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Array:
     --------
     A shift around a ring, in which all ranks send first:
 
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)
     >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)

@@ -46,6 +46,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm:
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> x = mpiad.mpi_sendrecv(float(rank), dest=0, source=size - 1)
     >>> print(x == (size - 1 if rank == 0 else rank))
     True

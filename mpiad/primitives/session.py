@@ -46,6 +46,7 @@ def mpi_init(comm: Comm = None, *, world: Comm = None) -> None:
     Examples
     --------
     >>> from mpi4py import MPI
+    >>> rank = mpiad.mpi_rank()
     >>> row = MPI.COMM_WORLD.Split(rank // 2)
     >>> mpiad.mpi_init(row)
     >>> print(mpiad.mpi_rank(row) == rank % 2)
@@ -121,6 +122,7 @@ def mpi_local_rank() -> Rank:
 
     Examples
     --------
+    >>> rank = mpiad.mpi_rank()
     >>> 0 <= mpiad.mpi_local_rank() <= rank
     True
     """

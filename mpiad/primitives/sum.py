@@ -40,6 +40,7 @@ def mpi_sum(x: LocalArray, root: Rank = 0, *, comm: Comm = None) -> RootArray:
 
     Examples
     --------
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> total = mpiad.mpi_sum(np.ones(2))
     >>> print(total == (size if rank == 0 else 0))
     [ True  True]

@@ -45,6 +45,7 @@ def mpi_wait(request: Request | CombinedRequest) -> Array:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> request = mpiad.mpi_iallreduce(1.0)
     >>> print(mpiad.mpi_wait(request) == size)
     True
@@ -63,6 +64,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> requests = [mpiad.mpi_iallreduce(1.0), mpiad.mpi_iallreduce(2.0)]
     >>> print([float(total) / size for total in mpiad.mpi_waitall(requests)])
     [1.0, 2.0]

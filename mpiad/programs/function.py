@@ -210,6 +210,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> energy = mpiad.jit(lambda x: mpiad.mpi_allreduce(np.sum(np.exp(-x) * x**2)))
     >>> J, gradient = mpiad.value_and_grad(energy)(np.array([1.0, 2.0]))
     >>> print(round(J / size, 4), gradient.round(4))

@@ -93,6 +93,7 @@ class GhostExchange:
     --------
     Each rank owns two entries of a vector, and reads the first one of the next rank:
 
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> next_one = 2 * (rank + 1) % (2 * size)
     >>> ghosts = mpiad.GhostExchange([next_one], (2 * rank, 2 * rank + 2))
     >>> print(ghosts.fetch(np.array([2.0 * rank, 2.0 * rank + 1])) == next_one)

@@ -57,6 +57,18 @@ EXPECTED = {
     "Devito": ["comparison"],
     "glossary": ["reference/glossary"],
     "environment variables": ["environment"],
+    "cite": ["project/cite"],
+    "BibTeX": ["project/cite"],
+    "FAQ": ["start/faq"],
+    "troubleshooting": ["start/faq"],
+    "mpirun": ["start/faq"],
+    "Windows": ["start/faq"],
+    "cheat sheet": ["start/cheat_sheet"],
+    "user guide": ["guide"],
+    "gallery": ["gallery/index"],
+    "performance": ["performance"],
+    "diffrax": ["comparison"],
+    "PETSc": ["comparison", "reference/linalg"],
 }
 TITLE, TITLE_WORD, PART_OF_TITLE_WORD, WORD, PART_OF_WORD = 15, 15, 7, 5, 2
 ENTRY, NAME, PART_OF_NAME, PRIORITY = 100, 11, 6, {0: 15, 1: 5, 2: -5}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import shown_programs
 from machine_load import slowdown
-from shown_programs import PageError, programs_of
+from shown_programs import PageError, pictures_of, programs_of
 
 pytestmark = pytest.mark.unguarded
 
@@ -21,6 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SHOWN = {name: programs_of(page.read_text(), name) for page, name in zip(PAGES, NAMES)}
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
+PICTURES = [pair for name in NAMES for pair in pictures_of((ROOT / name).read_text(), name)]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
@@ -160,6 +163,30 @@ def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, 
     for program, path in zip(programs, paths):
         compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(("program", "picture"), PICTURES, ids=[picture for _, picture in PICTURES])
+def test_a_snippet_draws_the_picture_that_its_page_shows(program, picture, mpirun, tmp_path):
+    (tmp_path / program.name).write_text(program.text)
+    job = mpirun(program.ranks, tmp_path / program.name, cwd=tmp_path, timeout=60)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert (tmp_path / picture).stat().st_size > 0
+    assert (ROOT / "docs" / "images" / "pages" / picture).exists()
+
+
+@pytest.mark.launches
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("name", [name for name in NAMES if "```{notebook}" in (ROOT / name).read_text()])
+def test_a_page_runs_as_a_notebook(name, mpirun, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_extensions")
+    notebook = json.loads(importlib.import_module("notebooks").notebook((ROOT / name).read_text()))
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    raising = [program.text.strip() for program in SHOWN[name][0] if program.error]
+    assert len(code) >= len(SHOWN[name][0])
+    program = tmp_path / "notebook.py"
+    program.write_text("\n".join(cell for cell in code if not any(text.endswith(cell) for text in raising)))
+    assert mpirun(1, program, cwd=tmp_path, timeout=100).returncode == 0
 
 
 def test_snippets_are_python():
