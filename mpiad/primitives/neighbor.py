@@ -119,13 +119,8 @@ def mpi_neighbor_alltoall(
 
     Raises
     ------
-    TypeError
-        If `x` can't be sent, or `counts` or `received` isn't a sequence of integers.
-    ValueError
-        If `x` has no such axis, the counts don't add up to its length or aren't one for each neighbor, or a number of
-        entries differs from the number sent.
-    CommunicatorError
-        If `comm` has no topology.
+    TypeError, ValueError, CommunicatorError
+        As in `mpi_neighbor_allgather`; and if the counts aren't one for each neighbor, or don't add up to the length.
 
     Ranks
     -----

@@ -82,7 +82,9 @@ void diffuse_b(int n, int steps, double c, double *ub, const double *hb) {
 }
 void shift(int n, double by, const double *x, double *y) { for (int i = 0; i < n; ++i) y[i] = x[i] + by; }
 void cube(int n, const double *x, double *y) { for (int i = 0; i < n; ++i) y[i] = x[i] * x[i] * x[i]; }
-void cube_b(int n, const double *x, const double *g, double *y) { for (int i = 0; i < n; ++i) y[i] = 3 * x[i] * x[i] * g[i]; }
+void cube_b(int n, const double *x, const double *g, double *y) {
+    for (int i = 0; i < n; ++i) y[i] = 3 * x[i] * x[i] * g[i];
+}
 void cube_bd(int n, const double *x, const double *xd, const double *g, const double *gd, double *y) {
     for (int i = 0; i < n; ++i) y[i] = 6 * x[i] * xd[i] * g[i] + 3 * x[i] * x[i] * gd[i];
 }

@@ -98,7 +98,7 @@ def test_several_right_hand_sides(rank_rng):
 def test_messages_of_a_cycle(rank, size, monkeypatch):
     """One message for each side, dimension and step of a level at most, whatever the size of the blocks."""
     sent, steps = [], []
-    monkeypatch.setattr(halo, "mpi_send", lambda x, *rest, **more: (sent.append(x.size), mpiad.mpi_send(x, *rest, **more))[1])
+    monkeypatch.setattr(halo, "mpi_send", lambda x, *rest, **tag: (sent.append(x.size), mpiad.mpi_send(x, *rest, **tag))[1])
     fill = stencil.LevelHalo.fill
     monkeypatch.setattr(stencil.LevelHalo, "fill", lambda self, *given: (steps.append(self), fill(self, *given))[1])
     domain = Domain((24, 28))
