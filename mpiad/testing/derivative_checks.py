@@ -164,7 +164,8 @@ class _Line:
         def fun_of_x(x: Array) -> Scalar:
             return fun(*arguments_with(args, argnum, x))
 
-        self.value_and_grad, self.hvp, self.grad = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
+        self.value_and_grad, self.grad = value_and_grad(fun_of_x, **options), grad(fun_of_x, **options)
+        self.hvp = hvp(fun_of_x, **options)
         variables = variables_of(args, argnum, "check_grads", shared)
         copies = {variables.places[k] for k in variables.shared}
         # A shared argument is one variable, so its direction is the same on all ranks.

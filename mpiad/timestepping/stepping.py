@@ -155,7 +155,7 @@ class UserStepping:
         if self._known is None or self._known[0] is not observe:
             from mpiad.programs.signature import form_of  # see `compiled_form`
 
-            step, has_inputs, count = self._form, self._has_inputs, self._count
+            step, has_inputs, count = self._form, self._has_inputs, self._count or 1
             observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             variables = step.variables, () if observe is None else observe.variables
             tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
@@ -237,9 +237,9 @@ class UserStepping:
             if result is None:
                 result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
             state, observed = result
-            if self._is_observed_by_python:
-                params = self._build_params(args.params)
-                blocks.append(self._columns([self._observe(each, k + j, *params) for j, each in enumerate(observed)]))
+            if self._observe is not None and self._observe_form is None:
+                params, observe = self._build_params(args.params), self._observe
+                blocks.append(self._columns([observe(each, k + j, *params) for j, each in enumerate(observed)]))
             elif self._observe is not None:
                 columns, self.build_observed = flatten(observed)
                 blocks.append(columns)
@@ -368,7 +368,7 @@ def _steps(
         if observe in (None, _state_itself):
             return flatten(state)[0], observed
         rows, build_observed = [flatten(row)[0] for row in observed], flatten(observed[0])[1]
-        if any([np.shape(x) for x in row] != [np.shape(x) for x in rows[0]] for row in rows):
+        if tracing.recorder and any([np.shape(x) for x in row] != [np.shape(x) for x in rows[0]] for row in rows):
             tracing.recorder.refuse("observe returns arrays of other shapes in some steps")
         return flatten(state)[0], build_observed([anp.stack(column) for column in zip(*rows)])
 
