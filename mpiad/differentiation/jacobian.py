@@ -1,8 +1,8 @@
 """`jacobian` and `hessian`: derivatives of array-valued objectives and of gradients.
 
 A Jacobian J is computed by one reverse pass per entry, or by columns: if the variables have few numbers compared with the
-entries of J, the columns are products of the linearized function with unit vectors of one number of one rank, or of a shared
-variable on all ranks.
+entries of J, the columns are products of the linearized function with unit vectors of one number of one rank, or of a
+shared variable on all ranks.
 """
 
 from __future__ import annotations
