@@ -27,7 +27,7 @@ extensions = [
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
     "gallery",
     "linked_names",
-    "notebooks",
+    "notebook_directive",
     "reference_pages",
     "section_lists",
 ]

@@ -1,22 +1,14 @@
-"""Pages as Jupyter notebooks.
+"""Pages as Jupyter notebooks: programs become cells of code, and the text around them cells of text.
 
-The directive `{notebook}` links to the page as a notebook, which is written when the pages are built: programs become cells
-of code, and the text around them cells of text. Outputs are left out, and so are links to other pages.
+Outputs are left out, and so are links to other pages. `notebook_directive` writes the notebooks when the pages are built.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
-from sphinx.util.osutil import relative_uri
-
-FOLDER = "_notebooks"
 FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1 *\n", re.MULTILINE | re.DOTALL)
 PICTURE, LINK = re.compile(r"!\[[^\]]*\]\([^)]*\)\n?"), re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 LABEL = re.compile(r"^\([\w-]+\)=\n", re.MULTILINE)
@@ -31,20 +23,6 @@ class Cell(NamedTuple):
 
     kind: str  # "code" or "markdown"
     text: str
-
-
-class Notebook(SphinxDirective):
-    """Write the page as a notebook, and link to it."""
-
-    def run(self) -> list[nodes.Node]:
-        """Return a paragraph with the link."""
-        name = self.env.docname
-        file = Path(self.env.app.outdir, FOLDER, f"{Path(name).name}.ipynb")
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(notebook(Path(self.env.doc2path(name)).read_text(encoding="utf-8")), encoding="utf-8")
-        address = relative_uri(self.env.app.builder.get_target_uri(name), f"{FOLDER}/{file.name}")
-        link = nodes.reference("", "Download this page as a notebook", refuri=address, internal=False)
-        return [nodes.paragraph("", "", link)]
 
 
 def notebook(page: str) -> str:
@@ -75,9 +53,3 @@ def cells_of(page: str) -> list[Cell]:
 def plain(text: str) -> str:
     """Return text without pictures, labels and links to other pages."""
     return LINK.sub(r"\1", LABEL.sub("", PICTURE.sub("", text))).strip("\n")
-
-
-def setup(app: Sphinx) -> dict:
-    """Register the directive."""
-    app.add_directive("notebook", Notebook)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}

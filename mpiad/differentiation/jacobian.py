@@ -115,6 +115,7 @@ def hessian(
 
     Examples
     --------
+    >>> size = mpiad.mpi_size()
     >>> print(mpiad.hessian(lambda x: mpiad.mpi_allreduce(x[0] ** 2 * x[1]) / size)(np.array([1.0, 3.0])))
     [[6. 2.]
      [2. 0.]]

@@ -68,6 +68,7 @@ def mpi_neighbor_allgather(
     Examples
     --------
     >>> from mpi4py import MPI
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> ring = MPI.COMM_WORLD.Create_cart([size], periods=[True])
     >>> print(mpiad.mpi_neighbor_allgather(ring.rank, comm=ring) == [(rank - 1) % size, (rank + 1) % size])
     [ True  True]
@@ -133,6 +134,7 @@ def mpi_neighbor_alltoall(
     Examples
     --------
     >>> from mpi4py import MPI
+    >>> rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
     >>> ring = MPI.COMM_WORLD.Create_cart([size], periods=[True])
     >>> first_and_last = mpiad.mpi_neighbor_alltoall(np.array([10.0 * rank, 10.0 * rank + 1]), comm=ring)
     >>> print(first_and_last == [10 * ((rank - 1) % size) + 1, 10 * ((rank + 1) % size)])

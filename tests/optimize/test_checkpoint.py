@@ -215,7 +215,7 @@ result = least_squares(fun, start, checkpoint=CheckpointFile(path, every=2))
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("name", "at"), [("minimize", 14), ("least_squares", 40)])
+@pytest.mark.parametrize(("name", "at"), [("minimize", 14), ("least_squares", 20)])
 def test_killed_and_started_again(name: str, at: int, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
     written, whole = killed_and_started_again(mpirun, tmp_path, KILLED[name], at)
     assert 1 < written < whole

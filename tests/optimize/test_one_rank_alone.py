@@ -91,8 +91,8 @@ def test_number_of_residuals_that_changes(call: int, rank: int, size: int) -> No
         calls[0] += 1
         return anp.sum(x) * np.ones(3 + (calls[0] == call and rank == size - 1)) - x[0]
 
-    with pytest.raises(TypeError, match="same number of residuals each time, but got 3 and then 4"):
-        least_squares(fun, np.zeros(3))
+    with pytest.raises(TypeError, match="same number of residuals each time, but got (3 and then 4|4 and then 3)"):
+        least_squares(fun, np.ones(3))
 
 
 def test_options_and_files_that_cannot_be(rank: int, size: int, tmp_path: Path) -> None:
