@@ -94,8 +94,8 @@ class LinearPosterior:
     >>> F = ShiftInvariantMap(step, lambda u: domain.interpolate(u, at), zero, zero, 4)
     >>> p = LinearPosterior(F, Bilaplacian(domain, correlation_length=4.0), noise=0.1)
     >>> d = np.outer([1.0, 2.0, 3.0, 4.0], [1.0, -1.0])
-    >>> print(np.allclose(F(p.condition(d).mean), d, atol=0.05), p.condition(d[:2]).mean.shape)
-    True (4, 16)
+    >>> print(np.allclose(F(p.condition(d).mean), d, atol=0.05), len(p.condition(d[:2]).mean))
+    True 4
     """
 
     def __init__(self, F: ShiftInvariantMap, prior: GaussianPrior, noise: float | np.ndarray, *, correlation: float = 0.0):
