@@ -80,7 +80,9 @@ class ShiftInvariantMap:
     A number decays and is driven by a source:
 
     >>> from mpiad.inverse import ShiftInvariantMap
-    >>> F = ShiftInvariantMap(lambda u, k, m: 0.5 * u + m, lambda u: u, np.zeros(1), np.zeros(1), 3)
+    >>> from mpi4py import MPI
+    >>> step, zero = (lambda u, k, m: 0.5 * u + m), np.zeros(1)
+    >>> F = ShiftInvariantMap(step, lambda u: u, zero, zero, 3, comm=MPI.COMM_SELF)
     >>> print(F(np.array([[1.0], [0.0], [0.0]]))[:, 0].round(12), F.T(np.array([[0.0], [0.0], [1.0]]))[:, 0].round(12))
     [1.   0.5  0.25] [0.25 0.5  1.  ]
     """
