@@ -139,12 +139,13 @@ class UserStepping:
         count = self._count or 1
         if count == 1 or self._program.refused:
             return 1
-        if self._observe is not None and self._observe_form is None:
+        by_python = self._python_observe
+        if by_python is not None:
             # Programs have different lengths on different ranks, and this observation follows the steps of a program.
             if self._is_local is None:
                 from mpiad.programs.compiled_forms import is_local  # see `compiled_form`
 
-                self._is_local = is_local(self._observe)
+                self._is_local = is_local(by_python)
             return count if self._is_local else 1
         return count
 
@@ -201,7 +202,7 @@ class UserStepping:
         `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
         """
         length, rest = self.steps_per_program, span.stop - span.first
-        if length == 1 or rest % length or self._is_observed_by_python:
+        if length == 1 or rest % length or self._python_observe is not None:
             return None
         segment = self._program
         start, places = self._places(args)
@@ -214,8 +215,9 @@ class UserStepping:
         return Recorded(indices, [*made.state, *columns], made.pull)
 
     @property
-    def _is_observed_by_python(self) -> bool:
-        return self._observe is not None and self._observe_form is None
+    def _python_observe(self) -> Function | None:
+        """The observation, if it isn't compiled."""
+        return self._observe if self._observe_form is None else None
 
     def _places(self, args: Arguments) -> tuple[int, tuple[range, range]]:
         """Return the positions of the leaves of `args`, and of the state and the inputs, among a program's arguments."""
@@ -228,8 +230,9 @@ class UserStepping:
         (first, stop), length = span, self.steps_per_program
         segment, state, blocks = self._program, args.state, list[list[Array]]()
         start, places = self._places(args)
+        by_python = self._python_observe
         for k in range(first, stop, length):
-            calls = 1 if self._is_observed_by_python else (stop - k) // length
+            calls = (stop - k) // length if by_python is None else 1
             entries = [leaf[k - first :] for leaf in args.inputs] if k > first else args.inputs
             leaves = [k, *self._variables, *state, *entries, *args.params]
             result = segment.repeated(calls, length, *places, leaves) if calls > 1 else None
@@ -237,9 +240,9 @@ class UserStepping:
             if result is None:
                 result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
             state, observed = result
-            if self._observe is not None and self._observe_form is None:
-                params, observe = self._build_params(args.params), self._observe
-                blocks.append(self._columns([observe(each, k + j, *params) for j, each in enumerate(observed)]))
+            if by_python is not None:
+                params = self._build_params(args.params)
+                blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
             elif self._observe is not None:
                 columns, self.build_observed = flatten(observed)
                 blocks.append(columns)
