@@ -95,3 +95,8 @@ def from_row_parts(x: Array, dtype: DTypeLike) -> Array:
     result = np.empty((*x.shape[:-2], x.shape[-2] // 2, x.shape[-1]), dtype)
     result.real, result.imag = x[..., ::2, :], x[..., 1::2, :]
     return result
+
+
+def address_of(x: Array) -> int:
+    """Return the address of the first entry of an array on the host."""
+    return x.__array_interface__["data"][0]

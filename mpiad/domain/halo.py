@@ -10,13 +10,13 @@ operations into halves, between which the program can compute. A *padded* array 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import BY_AXIS, Geometry, Index, Route, Stage, plan
@@ -25,6 +25,7 @@ from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
 from mpiad.pytrees import split
 from mpiad.transport import channel
+from mpiad.transport.core.linked_calls import LinkedRun, LinkedStep
 from mpiad.transport.core.messages import PreparedMessages
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
@@ -72,35 +73,78 @@ def _buffer_for(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
     return empty_like(values, (sum(values[index].size for index in parts),))
 
 
-class PreparedStage:
-    """The messages of a stage, for an array with a fixed address that is exchanged repeatedly; arguments as for `post`."""
+class _Copy(NamedTuple):
+    """Cells that get the values of other cells, or to which the values are added."""
 
-    def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
-        outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
-        # With `backwards`, received values are added to the cells, so they need a buffer.
-        incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
-        self._packed = [copy for memory in outgoing for copy in memory.copies]
-        self._unpacked = [copy for memory in incoming for copy in memory.copies]
-        self._combine = operator.iadd if backwards else np.copyto
-        self._channel, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-        sent, received = [m.message for m in outgoing], [m.message for m in incoming]
-        self._messages = PreparedMessages(self._channel, peers, tag, sent, received)
+    out: np.ndarray
+    cells: np.ndarray | None  # None if `out` is set to a value
+    side: Side
+    adds: bool = False
+    axis: int = 0  # dimension of the side, from the last one
 
-    def run(self) -> Iterator[None]:
-        """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
-        try:
-            for cells, part in self._packed:
-                np.copyto(part, cells)
-            self._messages.start()
-            yield
-            self._messages.finish("exchange")
-        except BaseException as error:
-            # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
-            name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            self._channel.mark(f"{name} left a compiled program in which messages were under way.")
-            raise
-        for cells, part in self._unpacked:
-            self._combine(cells, part)
+    def run(self) -> None:
+        if self.adds:
+            np.add(self.out, self.side.folded(self.cells, self.out, self.axis), out=self.out)
+        else:
+            self.out[...] = self.side.filled(self.cells)
+
+    def linked(self) -> StridedUpdate | None:
+        """Return the same as a kernel, if there is one."""
+        if self.cells is None:
+            return StridedUpdate.of(self.out, self.side.value, 1, 0, False)
+        if self.adds and self.cells.shape != self.out.shape:  # several layers are added first
+            return None
+        return StridedUpdate.of(self.out, self.cells, self.side.factor, self.side.value, self.adds)
+
+
+class PreparedFill(LinkedRun):
+    """The filling or folding of one array at a fixed address that is exchanged repeatedly: copies and messages in order."""
+
+    def __init__(self, parts: Sequence[_Copy | PreparedMessages]):
+        self._parts = parts
+        self.linked, self.begun = _linked(parts)
+
+    def __call__(self) -> Iterator[None]:
+        """Fill or fold the array; the iterator yields while messages are in flight."""
+        for part in self._parts:
+            if isinstance(part, _Copy):
+                part.run()
+                continue
+            try:
+                part.start()
+                yield
+                part.finish("exchange")
+            except BaseException as error:
+                part.abandon(error)
+                raise
+
+
+def _linked(parts: Sequence[_Copy | PreparedMessages]) -> tuple[list[LinkedStep] | None, int]:
+    """Return `LinkedRun.linked` and `LinkedRun.begun`."""
+    steps, begun = list[LinkedStep | None](), 0
+    for part in parts:
+        if isinstance(part, _Copy):
+            steps += [part.linked()] if part.out.size else []
+            continue
+        started, ended = part.linked("exchange")
+        begun = begun or len(steps) + len(started)
+        steps += [*started, *ended]
+    linked = [step for step in steps if step is not None and step.kernel is not None]
+    return (linked if len(linked) == len(steps) else None), begun
+
+
+def _messages(
+    values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm
+) -> list[_Copy | PreparedMessages]:
+    """Return the messages of a stage, with copies into and from their memory; arguments as for `post`."""
+    outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
+    # With `backwards`, received values are added to the cells, so they need a buffer.
+    incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
+    group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
+    messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
+    packed = [_Copy(part, cells, ZERO) for memory in outgoing for cells, part in memory.copies]
+    unpacked = [_Copy(cells, part, ZERO, backwards) for memory in incoming for cells, part in memory.copies]
+    return [*packed, messages, *unpacked]
 
 
 class _Packing:
@@ -220,35 +264,22 @@ defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=BY_AXIS: fold_halo(dg, 
 fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
-def _prepared(
-    values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS, backwards: bool = False
-) -> Callable[[], Iterator[None]]:
+def _prepared(values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS, backwards: bool = False) -> PreparedFill:
     """Return a function that fills one array in place, or folds it; see `InPlace.prepared`."""
-    ndim, prepared = len(halo.shape), []
-    constants = [cells for local in halo.local(sides, scheme) for cells in local if cells.copied is None and not backwards]
-    filled = [(values[cells.ghost], cells.side(sides).filled(None)) for cells in constants]
-    # Folding reverses the order of filling, as in `fold_in_place`.
-    order = slice(None, None, -1 if backwards else 1)
-    for stage, local in zip(halo.stages(scheme)[order], halo.local(sides, scheme)[order]):
-        messages = PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
-        copies = [(values[x.copied], values[x.ghost], x.side(sides), x.axis - ndim) for x in local[order] if x.copied]
-        prepared.append((messages, copies))
-
-    def run() -> Iterator[None]:
-        for ghost, value in filled:
-            ghost[...] = value
-        for messages, copies in prepared:
-            if messages is not None and not backwards:
-                yield from messages.run()
-            for cells, ghost, side, axis in copies:
-                if backwards:
-                    np.add(cells, side.folded(ghost, cells, axis), out=cells)
-                else:
-                    ghost[...] = side.filled(cells)
-            if messages is not None and backwards:
-                yield from messages.run()
-
-    return run
+    stages, local, ndim = halo.stages(scheme), halo.local(sides, scheme), len(halo.shape)
+    parts: list[_Copy | PreparedMessages] = []
+    if not backwards:
+        constants = [x for cells in local for x in cells if x.copied is None]
+        parts += [_Copy(values[x.ghost], None, x.side(sides)) for x in constants]
+    for stage, cells in list(zip(stages, local))[:: -1 if backwards else 1]:
+        messages = _messages(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else []
+        # Folding reverses the order of filling, as in `fold_in_place`.
+        pairs = [(values[x.ghost], values[x.copied], x.side(sides), x.axis - ndim) for x in cells if x.copied]
+        if backwards:
+            parts += [*[_Copy(owned, ghost, side, True, axis) for ghost, owned, side, axis in pairs[::-1]], *messages]
+        else:
+            parts += [*messages, *[_Copy(ghost, owned, side) for ghost, owned, side, _ in pairs]]
+    return PreparedFill(parts)
 
 
 def _zero_widths(halo: Halo, *_: object) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import aligned
+from mpiad.compiling.arguments import address_of, aligned
 from mpiad.compiling.cache import Kernel, Source, kernels_of
 from mpiad.compiling.source import indented
 from mpiad.primitives.catalogue import BCAST, IRECV, ISEND, WAIT
@@ -35,9 +36,9 @@ from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport import Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import is_watched
+from mpiad.transport.core.channels import Channel, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.linked_calls import LinkedCall, handle_of
+from mpiad.transport.core.linked_calls import LinkedCall, LinkedRun, LinkedStep, handle_of
 from mpiad.transport.core.messages import Prepared
 
 
@@ -137,6 +138,20 @@ class _Message(NamedTuple):
 
 # The messages of a schedule's steps; None for a step that needs no call.
 _Messages: TypeAlias = "dict[int, _Message | None]"
+# The steps' operators that linked kernels run in their buffers.
+_Operators: TypeAlias = "dict[int, LinkedRun]"
+
+
+def _linked_steps(action: Action, messages: _Messages, operators: _Operators) -> Sequence[LinkedStep] | None:
+    """Return the calls and updates of a communication; none for a loop, and None if Python runs the action."""
+    at = action.at
+    if at in messages:
+        message = messages[at]
+        return [] if message is None else None if message.linked is None else [message.linked]
+    if at in operators:
+        steps, begun = operators[at].linked or (), operators[at].begun
+        return {"begin": steps[:begun], "end": steps[begun:]}.get(action.kind, steps)
+    return None
 
 
 _WORD = 8
@@ -145,81 +160,128 @@ _WORD = 8
 class _KernelBlocks:
     """The blocks of memory, one per thread of a loop, from which kernels read their arguments (see `compiling.cache`)."""
 
-    def __init__(self, replays: Replays, actions: Sequence[Action], messages: _Messages):
-        # The kernels and messages between two Python calls are linked: a call of the first one runs all of them. `linked`:
+    def __init__(self, replays: Replays, actions: Sequence[Action], messages: _Messages, operators: _Operators):
+        # The kernels and calls between two calls of Python are linked: a call of the first one runs all of them. `linked`:
         # the actions that are run by the action before them.
-        schedule, allocations = replays.schedule, replays.allocations
+        schedule = replays.schedule
         self._places: dict[int, list[int]] = {}
-        self._starts: dict[tuple[int, int], int] = {}
         self._held: list[Array] = []
-        self._calls: dict[int, tuple[int, LinkedCall]] = {}  # first words of messages' blocks, by step
-        words: list[int] = [0]  # the first one is the step whose message has failed, plus one
-        kernels: dict[int, Kernel | None] = {}
+        self._steps: list[tuple[int, LinkedStep, int]] = []  # of calls and operators: first word, and step of the schedule
+        self._loops: dict[tuple[int, int], int] = {}  # first words of the blocks of loops, by action and thread
+        # The first words and the kernels of each action; None if Python runs it.
+        self.chains: list[list[tuple[int, Kernel]] | None] = []
+        words: list[int] = [0]  # the first one is the number of the call that has failed, plus one
         for k, action in enumerate(actions):
-            text, message = replays.texts[action.at], messages.get(action.at)
-            kernels[k] = replays.kernels[action.at] if len(action.shares) == 1 else None
-            if message is not None and message.linked is not None:
-                self._starts[k, 0] = len(words)
-                self._calls[action.at] = len(words), message.linked
-                for kind, b in (("x", message.x), ("out", message.out)):
-                    places = [len(words) + place for place in message.linked.places(kind)]
-                    if b is not None:
-                        self._places.setdefault(root_of(schedule.buffers, b), []).extend(places)
-                kernels[k] = message.linked.kernel
-                words += message.linked.words(0, 0, 0)
+            text, steps = replays.texts[action.at], _linked_steps(action, messages, operators)
+            chain: list[tuple[int, Kernel]] = []
+            for step in steps or ():
+                chain.append((len(words), step.kernel))  # type: ignore[arg-type]
+                self._steps.append((len(words), step, action.at))
+                words += step.words(0, 0, 0)
             for thread, boxes in enumerate(action.shares):
-                self._starts[k, thread] = len(words)
-                words += [0, 0]
-                for b in text.buffers:  # type: ignore[union-attr]
-                    shape, root = schedule.buffers[b].shape, root_of(schedule.buffers, b)
-                    self._places.setdefault(root, []).append(len(words))
-                    is_padded = root in allocations and schedule.buffers[root].shape == shape
-                    pitch = allocations[root].pitch if is_padded else (shape or (1,))[-1]
-                    words += [0, *shape[:-1], pitch * parts_of(schedule.buffers[b].dtype)]
-                for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
-                    self._held.append(np.ascontiguousarray(array))
-                    words += [self._held[-1].ctypes.data, *array.shape]
+                self._loops[k, thread] = len(words)
+                words += self._words_of_loop(replays, text, boxes, len(words))  # type: ignore[arg-type]
+            if len(action.shares) == 1:
+                chain = [(self._loops[k, 0], replays.kernels[action.at])]  # type: ignore[list-item]
+            self.chains.append(chain if len(action.shares) == 1 or steps is not None else None)
         self.words = (ctypes.c_int64 * len(words))(*words)
-        first = ctypes.addressof(self.words)
-        for at, (start, call) in self._calls.items():
-            made = call.words(first + _WORD * start, first, at + 1)
-            self.words[start : start + len(made)] = made
-            if messages[at].out is None:  # type: ignore[union-attr]
-                self._held.append(np.empty(call.nbytes, np.uint8))  # for a message that nobody reads
-                for place in call.places("out"):
-                    self.words[start + place] = _address_of(self._held[-1])
-        calls_made = [k for k, action in enumerate(actions) if messages.get(action.at, True) is not None]
-        parts = [schedule.part(action.at) for action in actions]
+        for number, (start, step, at) in enumerate(self._steps):
+            self._store(number)
+            message = messages.get(at)
+            if message is None or not isinstance(step, LinkedCall):
+                continue
+            for kind, b in (("x", message.x), ("out", message.out)):
+                places = [start + place for place in step.places(kind)]
+                if b is not None:
+                    self._places.setdefault(root_of(schedule.buffers, b), []).extend(places)
+                elif places:  # nobody reads the message
+                    self._held.append(np.empty(step.nbytes, np.uint8))
+                    self.words[places[0]] = address_of(self._held[-1])
+        # The calls of MPI of each part that has any.
+        self.calls: dict[int, list[LinkedCall]] = {}
+        for _, step, at in self._steps:
+            if isinstance(step, LinkedCall):
+                self.calls.setdefault(schedule.part(at), []).append(step)
         self.linked: set[int] = set()
-        for before, k in pairwise(calls_made):
-            kernel = kernels[k]
-            if kernels[before] is not None and kernel is not None and parts[k] == parts[before]:
+        last = None  # the action before, if it may be linked to the next one
+        for k, (action, steps) in enumerate(zip(actions, self.chains)):
+            for (before, _), (start, kernel) in pairwise(steps or ()):
+                self._link(before, start, kernel)
+            if last is not None and steps and schedule.part(action.at) == schedule.part(actions[last].at):
                 self.linked.add(k)
-                start = self._starts[before, 0]
-                self.words[start : start + 2] = kernel.function.address, self.address(k)  # type: ignore[attr-defined]
+                self._link(self.chains[last][-1][0], *steps[0])  # type: ignore[index]
+            last = last if steps == [] else k if steps else None
+
+    def _store(self, number: int) -> None:
+        """Store the words of a call or an update, but not what follows it."""
+        start, step, _ = self._steps[number]
+        first = ctypes.addressof(self.words)
+        words = step.words(first + _WORD * start, first, number + 1)
+        self.words[start + 2 : start + len(words)] = words[2:]
+
+    def _words_of_loop(self, replays: Replays, text: LoopText, boxes: Sequence[Array], start: int) -> list[int]:
+        words, buffers, allocations = [0, 0], replays.schedule.buffers, replays.allocations
+        for b in text.buffers:
+            shape, root = buffers[b].shape, root_of(buffers, b)
+            self._places.setdefault(root, []).append(start + len(words))
+            is_padded = root in allocations and buffers[root].shape == shape
+            pitch = allocations[root].pitch if is_padded else (shape or (1,))[-1]
+            words += [0, *shape[:-1], pitch * parts_of(buffers[b].dtype)]
+        for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):
+            self._held.append(np.ascontiguousarray(array))
+            words += [self._held[-1].ctypes.data, *array.shape]
+        return words
+
+    def _link(self, before: int, start: int, kernel: Kernel) -> None:
+        address = ctypes.addressof(self.words) + _WORD * start
+        self.words[before : before + 2] = kernel.function.address, address  # type: ignore[attr-defined]
+
+    def set_operator(self, at: int, operator: LinkedRun) -> None:
+        """Store the words of an operator, which works in another buffer now."""
+        numbers = [number for number, (_, _, other) in enumerate(self._steps) if other == at]
+        for number, step in zip(numbers, operator.linked or ()):
+            self._steps[number] = self._steps[number][0], step, at
+            self._store(number)
+        self.bind_communicators()
+
+    def _calls(self) -> Iterator[tuple[int, LinkedCall]]:
+        return ((start, step) for start, step, _ in self._steps if isinstance(step, LinkedCall))
 
     def bind_communicators(self) -> None:
         """Store the handles of the communicators, which change when channels are renewed."""
-        for start, call in self._calls.values():
+        for start, call in self._calls():
             for place in call.places("comm"):
                 self.words[start + place] = handle_of(call.comm)
 
     def channels(self) -> dict[tuple[int, bool], LinkedCall]:
-        """Return a message for each communicator."""
-        return {(id(call.channel), call.is_reverse): call for _, call in self._calls.values()}
+        """Return a call for each communicator."""
+        return {(id(call.channel), call.is_reverse): call for _, call in self._calls()}
+
+    def counts(self, part: int) -> Counter[tuple[Channel, tuple[str, tuple[int, int]]]]:
+        """Return how many messages of a part are counted in each count of a channel; see `LinkedCall.counted`."""
+        return Counter((call.channel, call.counted) for call in self.calls[part] if call.counted is not None)
 
     def tag_of(self, at: int, place: int) -> int:
         """Return the index of the word of a message's tag."""
-        return self._calls[at][0] + place
+        return next(start for start, _, other in self._steps if other == at) + place
 
-    def raise_error(self, at: int) -> None:
-        """Raise the error of the message of a step."""
-        start, call = self._calls[at]
+    def step_of(self, number: int) -> int:
+        """Return the step of the schedule of a call of MPI that has failed, `words[0]`."""
+        return self._steps[number - 1][2]
+
+    def raise_error(self, number: int) -> None:
+        """Raise the error of a call that has failed."""
+        start, call, _ = self._steps[number - 1]
         self.words[0] = 0
-        call.raise_error(self.words[start : start + len(call.words(0, 0, 0))])
+        call.raise_error(self.words[start:])  # type: ignore[union-attr]
+
+    def head(self, k: int) -> tuple[int, Kernel]:
+        """Return the address of the first block of an action, and its kernel."""
+        start, kernel = self.chains[k][0]  # type: ignore[index]
+        return ctypes.addressof(self.words) + _WORD * start, kernel
 
     def address(self, k: int, thread: int = 0) -> int:
-        return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
+        return ctypes.addressof(self.words) + _WORD * self._loops[k, thread]
 
     def bind(self, b: int, address: int) -> None:
         for place in self._places.get(b, ()):
@@ -229,10 +291,6 @@ class _KernelBlocks:
         """Return the statement of a replay that stores the address of a buffer in the blocks; in it, `words` is named t."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
-
-
-def _address_of(array: Array) -> int:
-    return array.__array_interface__["data"][0]
 
 
 def _as_argument(x: Any, dtype: np.dtype) -> Array:
@@ -300,16 +358,17 @@ class Replay:
         self._messages: _Messages = {}
         for at, message in messages.items() if prepared else ():
             self._messages[at] = message and self._numbered(message)
-        self._blocks = _KernelBlocks(replays, self._actions, self._messages)
+        self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
+        self._operators = self._linked_operators() if prepared else {}
+        self._blocks = _KernelBlocks(replays, self._actions, self._messages, self._operators)
         self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
-        self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": _address_of}
+        self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": address_of}
         self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self._blocks.words}
         self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
         self.names |= {"lease": lambda: self.lease(), "take_known": self.numbers.take_known}
         self.names |= {"log": self.log, "logged": logged}
-        self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         # Arrays that kernels read, or that are read through views, are contiguous.
@@ -326,9 +385,28 @@ class Replay:
         for k, call in enumerate(self._blocks.channels().values()):
             self.names |= {f"C{k}": call.channel, f"D{k}": call.comm}
 
-    def _fail(self, at: int) -> None:
-        """Raise the error of the message of a step at the user's line."""
-        _call_at(self.nodes[self.schedule.steps[at].node].site, "prepared")(lambda: self._blocks.raise_error(at))
+    def _fail(self, number: int) -> None:
+        """Raise the error of a call of MPI at the user's line."""
+        step = self.schedule.steps[self._blocks.step_of(number)]
+        _call_at(self.nodes[step.node].site, "prepared")(lambda: self._blocks.raise_error(number))
+
+    def _linked_operators(self) -> _Operators:
+        """Return the operators that linked kernels run in their buffers."""
+        operators: _Operators = {}
+        for at, step in enumerate(self.schedule.steps):
+            if isinstance(step, Loop) or not step.in_place:
+                continue
+            root = root_of(self.schedule.buffers, step.inputs[0])
+            buffer, allocation = self.schedule.buffers[root], self.replays.allocations.get(root)
+            array = np.empty(buffer.shape, buffer.dtype)
+            if allocation is not None:  # the layout determines which parts are contiguous
+                memory = np.empty(self.replays.scratch.size, np.uint8) if allocation.is_scratch else self.memory
+                array = allocation.array(memory, buffer.shape, buffer.dtype)
+            call: Step = self.nodes[step.node].data
+            operator = call.fun.in_place.prepared(array, *call.args[1:])
+            if isinstance(operator, LinkedRun) and operator.linked is not None:
+                operators[at] = operator
+        return operators
 
     def _numbered(self, message: _Message) -> _Message:
         """Return a message whose envelopes this replay renews."""
@@ -426,10 +504,12 @@ class Replay:
             if self.replays.last_check >= 0 and not part:
                 self._lines.append("log.clear()")
             outputs = returned[start:end]
-            if part in {schedule.part(at) for at, message in self._messages.items() if message and message.linked}:
+            if part in self._blocks.calls:
                 channels = enumerate(self._blocks.channels())
                 changed = [f"C{k}.{'reverse' if reverse else 'data'} is not D{k}" for k, (_, reverse) in channels]
                 self._lines.append(f"if {' or '.join(changed)}: bind()")
+                for (channel, (name, key)), n in self._blocks.counts(part).items():
+                    self._lines.append(f"d = {self._bound(channel)}.{name}; d[{key}] = d.get({key}, 0) + {n}")
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
                 if schedule.part(action.at) == part:
@@ -475,7 +555,7 @@ class Replay:
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
-        self._blocks.bind(b, _address_of(array))
+        self._blocks.bind(b, address_of(array))
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
@@ -495,7 +575,7 @@ class Replay:
             if memory is not bound["memory"]:
                 for b in buffers:
                     self.names[f"b{b}"] = array = self._in_memory(b, memory)
-                    self._blocks.bind(b, _address_of(array))
+                    self._blocks.bind(b, address_of(array))
                 for at in exchanged:
                     self._prepare(at)
                 bound["memory"] = memory
@@ -552,24 +632,18 @@ class Replay:
 
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]
-        if action.kind == "loop":
-            blocks = [self._blocks.address(k, thread) for thread in range(len(action.shares))]
+        if self._blocks.chains[k] is not None:
+            self._append_linked(k, action)
+        elif action.kind == "loop":
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
-            if len(blocks) > 1:
-                self._lines.append(f"together(k{at}, {blocks})")
-            elif k not in self._blocks.linked:
-                self._begin_chain(f"k{at}({blocks[0]})")
+            self._lines.append(f"together(k{at}, {[self._blocks.address(k, n) for n in range(len(action.shares))]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
         elif at in self._messages:
-            message = self._messages[at]
-            if message is not None and message.linked is not None:
-                self._link(k, at, message, message.linked)
-            elif message is not None:
-                self._prepared(at, step, message)
+            self._prepared(at, step, self._messages[at])  # type: ignore[arg-type]
         else:
             self._call(at, step)
         if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
@@ -585,13 +659,17 @@ class Replay:
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Step = node.data
         if self.prepared:
-            if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
-                self._prepare(at)
+            self._prepare_in_place(at)
             self.names[f"f{at}"] = _call_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *map(self._bound, call.args[1:])])})")
+
+    def _prepare_in_place(self, at: int) -> None:
+        """Prepare an operator, unless `_scratch` does it because its buffer is in scratch memory."""
+        if self._array(self.schedule.steps[at].inputs[0]) in self.names:
+            self._prepare(at)
 
     def _is_logged(self, at: int) -> bool:
         return at <= self.replays.last_check
@@ -599,7 +677,10 @@ class Replay:
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
         call: Step = self.nodes[step.node].data
-        self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[self._array(step.inputs[0])], *call.args[1:])
+        operator = call.fun.in_place.prepared(self.names[self._array(step.inputs[0])], *call.args[1:])
+        self.names[f"q{at}"] = operator
+        if at in self._operators:
+            self._blocks.set_operator(at, operator)
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
@@ -653,26 +734,28 @@ class Replay:
         self.names[name] = value
         return name
 
-    def _begin_chain(self, line: str) -> None:
-        """Append the call of the first of several linked kernels and messages."""
-        self._head = len(self._lines)
-        self._lines.append(line)
-
-    def _link(self, k: int, at: int, message: _Message, call: LinkedCall) -> None:
-        """Bind the arrays of a message that is linked to others, and give it numbers before the first of them is called."""
-        if message.out is not None:
+    def _append_linked(self, k: int, action: Action) -> None:
+        """Append the call of a kernel or a communication, unless it is linked to the one before."""
+        at, message, renewals = action.at, self._messages.get(action.at), list[str]()
+        if at in self._operators and action.kind != "end":
+            self._prepare_in_place(at)
+        if message is not None and message.out is not None:
             self._bind(message.out)
+        if not self._blocks.chains[k]:
+            return
         if k not in self._blocks.linked:
-            self.names[f"k{at}"] = call.kernel.function  # type: ignore[union-attr]
-            self._begin_chain(f"k{at}({self._blocks.address(k)})")
-        renewals = self._renewals(message)
-        for place, envelope in call.tags():
-            if envelope.reverse:
-                renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {tag_text(envelope, self._bound)}")
-        self._lines[self._head : self._head] = renewals
-        self._head += len(renewals)
-        if len(self._lines) == self._head + 1:
-            self._lines.append("if t[0]: fail(t[0] - 1)")
+            address, kernel = self._blocks.head(k)
+            self.names[f"k{k}"], self._head = kernel.function, len(self._lines)
+            self._lines.append(f"k{k}({address})")
+        if message is not None:  # it gets its numbers before the first kernel is called
+            renewals = self._renewals(message)
+            for place, envelope in message.linked.tags():  # type: ignore[union-attr]
+                if envelope.reverse:
+                    renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {tag_text(envelope, self._bound)}")
+            self._lines[self._head : self._head] = renewals
+            self._head += len(renewals)
+        if (message is not None or at in self._operators) and len(self._lines) == self._head + 1:
+            self._lines.append("if t[0]: fail(t[0])")
 
     def _renewals(self, message: _Message) -> list[str]:
         """Return the statements that give new numbers to a message's envelopes."""

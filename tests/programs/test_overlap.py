@@ -6,13 +6,15 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from jitted import assert_same
+from mpi4py import MPI
 
 import mpiad
-from mpiad.domain import Domain
-from mpiad.domain.halo import PreparedStage
+from mpiad.domain import Domain, halo
+from mpiad.programs import replay
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
 from mpiad.transport import channel
+from mpiad.transport.core import linked_calls
 from mpiad.transport.core.messages import PreparedMessages
 
 pytestmark = pytest.mark.unguarded
@@ -35,6 +37,12 @@ def stepped(domain, boundaries):
     return fun
 
 
+@pytest.fixture
+def messages_of_python(monkeypatch):
+    """Let Python start and finish the messages, so that a test can come between."""
+    monkeypatch.setattr(linked_calls, "_kernels", dict)
+
+
 def late(monkeypatch, rank):
     """Let this rank's messages leave later than the others have computed what they can."""
     start = PreparedMessages.start
@@ -53,6 +61,7 @@ def divided(jitted):
 
 
 @pytest.mark.parametrize("periodic", [False, pytest.param((True, False), marks=pytest.mark.also_on(4))], ids=str)
+@pytest.mark.usefixtures("messages_of_python")
 def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
     domain = Domain(SHAPE, periodic=periodic)
     whole, weights = rank_rng(100).standard_normal((2, *SHAPE))
@@ -71,6 +80,7 @@ def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
     assert divided(both)[0] >= 11 * (size > 1)
 
 
+@pytest.mark.usefixtures("messages_of_python")
 def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, monkeypatch):
     """Where what stays of the buffer is spoilt just before the wait, only what is computed afterwards shows that."""
     domain = Domain(SHAPE, periodic=True)
@@ -80,14 +90,13 @@ def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, mon
         v = domain.exchange(u)
         return v[2:, 1:-1] + v[:-2, 1:-1] - 2 * v[1:-1, 1:-1]
 
-    made, finish = [], PreparedMessages.finish
-    init = PreparedStage.__init__
+    made, finish, messages = [], PreparedMessages.finish, halo._messages
 
-    def noted(self, values, *rest):
+    def noted(values, *rest):
         made.append(values)
-        init(self, values, *rest)
+        return messages(values, *rest)
 
-    monkeypatch.setattr(PreparedStage, "__init__", noted)
+    monkeypatch.setattr(halo, "_messages", noted)
     jitted = mpiad.jit(fun, strict=True)
     expected = jitted(u)
     np.testing.assert_array_equal(jitted(u), expected)
@@ -130,11 +139,52 @@ def test_divided_loops_compute_the_same_bits(rank, rank_rng):
         np.testing.assert_array_equal(x, y)
 
 
+GRIDS = [(13,), (9, 12), (7, 5, 6)]
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("dtype", [float, np.float32, complex, int], ids=str)
+@pytest.mark.parametrize("boundary, corners", [("zero", True), ("edge", True), ("reflect", True), (1.5, False)])
+def test_halos_that_machine_code_exchanges(shape, dtype, boundary, corners, rank, rank_rng, monkeypatch):
+    """The result and the cotangent have the bits of those that Python exchanges, for two fields and two layers."""
+    domain = Domain(shape, halo=2, periodic=[False] * (len(shape) - 1) + [boundary == "edge"])
+    draw = rank_rng(103).standard_normal
+    values = (4 * draw((2, *shape)) + (1j * draw((2, *shape)) if dtype is complex else 0)).astype(dtype)
+    boundary = 1 if dtype is int and boundary == 1.5 else boundary
+    u, weights = values[(slice(None), *domain.owned)], draw((2, *domain.padded_shape))
+
+    def fun(u):
+        return domain.exchange(
+            domain.exchange(u, boundary=boundary, corners=corners)[(slice(None), *domain.interior)] + u, boundary=boundary
+        )
+
+    def loss(u):
+        return anp.sum(anp.tanh(anp.real(weights * fun(u)) / 10))
+
+    texts = []
+    monkeypatch.setattr(replay, "compile", lambda text, *rest: texts.append(text) or compile(text, *rest), raising=False)
+    compared = (fun,) if dtype is int else (fun, mpiad.value_and_grad(loss, objective="sum"))
+    for function in compared:
+        by_code = mpiad.jit(function, strict=True)
+        found = [by_code(u), by_code(u)]
+        if function is fun and (dtype is float or dtype is np.float32) and MPI.get_vendor()[0] == "MPICH":
+            assert sum(line.strip().startswith(("k", "f")) for line in texts[-1].splitlines()) == 1
+        with monkeypatch.context() as during:
+            during.setattr(linked_calls, "_kernels", dict)
+            by_python = mpiad.jit(function, strict=True)
+            expected = [by_python(u), by_python(u)]
+        for x, y in zip(found, expected):
+            for a, b in zip(x, y, strict=True) if isinstance(x, tuple) else [(x, y)]:
+                np.testing.assert_array_equal(a, b)
+        assert_same(found[1], function(u), 1e-5 if dtype is np.float32 else 1e-12)
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["loop", "wait"])
+@pytest.mark.usefixtures("messages_of_python")
 @pytest.mark.unguarded
 def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
     """The next use of the communicator says that messages are left, and what to do; then the program runs again."""

@@ -11,17 +11,22 @@ those of the library that mpi4py uses. Handles are integers with MPICH, and addr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mpi4py import MPI
 
+from mpiad._typing import Rank
 from mpiad.compiling.cache import Kernel, Source, kernels_of
+from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.transport.core.channels import Channel
 
-# The arguments of MPI's functions: p is an address, i an integer of C, and h a handle.
-_PARAMETERS = {"Send": "pihiih", "Recv": "pihiihp", "Sendrecv": "pihiipihiihp", "Allreduce": "ppihhh"}
+# The arguments of MPI's functions: p is an address, s that of the status of a receive, i an integer of C, and h a handle.
+_PARAMETERS = {
+    "Send": "pihiih", "Recv": "pihiihs", "Sendrecv": "pihiipihiihs", "Allreduce": "ppihhh", "Isend": "pihiihp",
+    "Irecv": "pihiihp", "Wait": "ps", "Waitall": "ipp",
+}  # fmt: skip
 # The words of a block: the next kernel and its block; MPI's function; the address of a word at which the number in the
 # following word is stored if there is an error; MPI's error code; for receives MPI_Get_count, MPI_BYTE, the expected number
 # of bytes, and the address and value of the received number of bytes. The arguments follow, and the memory of a status.
@@ -46,6 +51,8 @@ class LinkedCall(NamedTuple):
     is_reverse: bool  # whether the communicator is that for messages of adjoints
     nbytes: int  # the number of bytes to be received; 0 if MPI checks it
     fail: Callable[[int, int], object]  # raises the error, given MPI's error code and the received number of bytes
+    # The counts of the channel in which a message without an envelope is counted: an attribute, and a key.
+    counted: tuple[str, tuple[Rank, int]] | None = None
 
     @property
     def comm(self) -> Any:
@@ -78,6 +85,20 @@ class LinkedCall(NamedTuple):
     def raise_error(self, words: Sequence[int]) -> None:
         """Raise the error of a block in which a call has failed."""
         self.fail(words[_CODE], words[_RECEIVED] & 0xFFFFFFFF)
+
+
+LinkedStep: TypeAlias = LinkedCall | StridedUpdate
+
+
+class LinkedRun:
+    """A function of `InPlace.prepared` that linked kernels can replace."""
+
+    linked: Sequence[LinkedStep] | None = None  # None if Python must run the function
+    begun: int = 0  # the number of those before the iterator yields for the first time
+
+    def __call__(self) -> Iterator[None]:
+        """Run the function; the iterator yields while messages are in flight."""
+        raise NotImplementedError
 
 
 def is_plain(comm: Any) -> bool:
@@ -123,7 +144,7 @@ def _kernels() -> Mapping[str, Kernel]:
 def _text(name: str, parameters: str) -> str:
     """Return the LLVM function of a call."""
     handle = f"i{8 * MPI._sizeof(MPI.Comm)}"
-    types = {"p": "ptr", "i": "i32", "h": handle}
+    types = {"p": "ptr", "s": "ptr", "i": "i32", "h": handle}
 
     def load(value: str, kind: str, word: int) -> str:
         return f"%{value}.p = getelementptr i64, ptr %block, i64 {word}\n  %{value} = load {kind}, ptr %{value}.p"
@@ -136,7 +157,7 @@ def _text(name: str, parameters: str) -> str:
         "%wide = sext i32 %code to i64",
         "store i64 %wide, ptr %to",
     ]
-    received = parameters.endswith("p")
+    received = parameters.endswith("s")
     lines += [f"br i1 %failed, label %error, label %{'check' if received else 'next'}"]
     if received:
         lines += [f"check:\n  {load('g', 'ptr', 6)}", load("byte", handle, 7), load("expected", "i32", _EXPECTED)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
+from mpiad.compiling.arguments import address_of
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.buffers import private_copy
 from mpiad.transport.core.channels import ABANDONED, Channel
@@ -256,6 +258,13 @@ def _receive_error(error: MPI.Exception, like: Array | Spec, peer: Rank, tag: in
     return _mismatch(like, "more bytes", peer, tag, call)
 
 
+def _error_of(code: int, got: int, like: Array, peer: Rank, tag: int, call: str) -> Exception:
+    """Return the error of a receive that has failed with MPI's error code, or if that is 0, has got other bytes."""
+    if code:
+        return _receive_error(MPI.Exception(code), like, peer, tag, call)
+    return _mismatch(like, f"{got} bytes", peer, tag, call)
+
+
 def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str) -> ValueError:
     return ValueError(
         f"{call}: rank {peer} sent {got} with tag {tag}, but the array it is received into has "
@@ -362,8 +371,7 @@ def _receiving(
     def fail(code: int, got: int) -> None:
         if code:
             ABANDONED.append(messages)  # MPI may still use them
-            raise _receive_error(MPI.Exception(code), destination, back.peer, back.tag, call) from None
-        raise _mismatch(destination, f"{got} bytes", back.peer, back.tag, call)
+        raise _error_of(code, got, destination, back.peer, back.tag, call) from None
 
     def receive() -> None:
         try:
@@ -388,6 +396,40 @@ class PreparedMessages:
     ):
         self._channel, self._tag, self._peers, self._received = channel, tag, peers, received
         self._messages = [*map(as_message, sent)], [*map(as_message, received)]
+
+    def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]]:
+        """Return the calls of MPI that `start` and `finish` the messages; see `finish` for the public `call`."""
+        n, channel, tag, (sent, received) = len(self._peers), self._channel, self._tag, self._messages
+        width = MPI._sizeof(MPI.Request)
+        requests, statuses = np.empty(2 * n * width, np.uint8), np.empty(n * MPI._sizeof(MPI.Status), np.uint8)
+        places = [address_of(requests) + k * width for k in range(2 * n)]  # receives first
+
+        def fail(peer: Rank, array: Array | None, code: int, got: int) -> None:
+            ABANDONED.append((self._messages, requests, statuses))
+            try:
+                raise MPI.Exception(code) if array is None else _error_of(code, got, array, peer, tag, call)
+            except Exception as error:
+                self.abandon(error)
+                raise
+
+        def linked(name: str, arguments: Sequence[Operand], array: Array | None = None, peer: Rank = -1) -> LinkedCall:
+            nbytes, counts = 0 if array is None else array.nbytes, {"Isend": "sent", "Irecv": "received"}.get(name)
+            counted = None if counts is None else (counts, (peer, tag))
+            return LinkedCall(name, arguments, channel, False, nbytes, partial(fail, peer, array), counted)
+
+        def start(name: str, message: Buffer, peer: Rank, place: int) -> LinkedCall:
+            return linked(name, [address_of(message[0]), *message[1:], peer, tag, "comm", place], peer=peer)
+
+        started = [start("Irecv", *x) for x in zip(received, self._peers, places)]
+        started += [start("Isend", *x) for x in zip(sent, self._peers, places[n:])]
+        ended = [linked("Wait", [place, "status"], x, peer) for place, x, peer in zip(places, self._received, self._peers)]
+        return started, [*ended, linked("Waitall", [n, places[n], address_of(statuses)])]
+
+    def abandon(self, error: BaseException) -> None:
+        """Mark the channel after an exception while messages are in flight: MPI may still write to the arrays."""
+        # A GeneratorExit means that the compiled program was discarded.
+        name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+        self._channel.mark(f"{name} left a compiled program in which messages were under way.")
 
     def start(self) -> None:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
