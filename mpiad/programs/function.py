@@ -29,7 +29,7 @@ from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.repeated_calls import Recording, Repetition, called_repeatedly, recorded
+from mpiad.programs.repeated_calls import Compared, Recording, Repetition, called_repeatedly, recorded
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.transport.core import calls
@@ -161,6 +161,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
+# The number of operations of value and gradient, compared with those of the value.
+_WITH_REVERSE_PASS = 3
 _MOST_FAST_CALLS = 4
 # The maximum number of derived functions, for example one per optimizer; the least recently used ones are removed.
 _MOST_DERIVED = 16
@@ -239,6 +241,7 @@ class Jitted(Generic[P, R]):
         self._cache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
+        self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
 
     def rename(self, name: str) -> None:
         """Set the name that messages show."""
@@ -320,41 +323,51 @@ class Jitted(Generic[P, R]):
 
     @property
     def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is no program or if `refused` is true.
+        """The number of operations of value and gradient, estimated before the first gradient; 0 if `refused` or unknown.
 
         If the function has been called in forward mode only, the programs are those of its derivatives.
         """
         if self.refused:
             return 0
         programs = [
-            len(entry.replays.schedule.program.nodes) for entry in self._cache.entries.values() if entry is not None
+            len(entry.replays.schedule.program.nodes) * (1 if key[0] == "reverse" else _WITH_REVERSE_PASS)
+            for key, entry in self._cache.entries.items()
+            if entry is not None
         ]
         # A program for derivatives contains the operations of the function only.
-        programs = programs or [2 * made.program.size for _, made in self._cache.programs.values()]
-        return max(programs or [made.operations for made in self._derived.values()], default=0)
+        programs = programs or [_WITH_REVERSE_PASS * made.program.size for _, made in self._cache.programs.values()]
+        return max(programs or [made.operations // made.calls for made in self._derived.values()], default=0)
 
-    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:
-        """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
+    def derived(
+        self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False, calls: int = 1
+    ) -> Jitted:
+        """Return the compiled form of ``make()``, which makes some calls of the function, cached by key.
+
+        If it is `optional`, there is no warning or error on failure.
+        """
         made = self._derived.pop(key, None)
         if made is None:
             made = Jitted(make(), self.strict and not optional, exact or self._cache.exact)
-            made._cache.warned = optional or self._cache.warned
+            made._cache.warned, made.calls = optional or self._cache.warned, calls
         self._derived[key] = made
         if len(self._derived) > _MOST_DERIVED:
             del self._derived[next(iter(self._derived))]
         return made
 
-    def repeated(self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any]) -> Any:
+    def repeated(
+        self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any], compared: Compared
+    ) -> Any:  # fmt: skip
         """Call the function several times in a row; see `Repetition` and `called_repeatedly`."""
         with restoring_state():
-            return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves)
+            return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves, compared)
 
     def recorded(
-        self, calls: int, steps: int, state: range, entries: range, leaves: list[Any], variables: Sequence[int]
+        self, calls: int, steps: int, state: range, entries: range, leaves: list[Any], variables: Sequence[int],
+        compared: Compared,
     ) -> Recording | None:  # fmt: skip
         """Call the function several times in a row, with variables whose cotangents can be computed."""
         with restoring_state():
-            return recorded(self._cache, Repetition(calls, steps, state, entries), leaves, variables)
+            return recorded(self._cache, Repetition(calls, steps, state, entries), leaves, variables, compared)
 
     def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

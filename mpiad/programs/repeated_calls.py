@@ -8,7 +8,7 @@ part of the program from the last run to the first, each in the buffers of its r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box, getval
@@ -17,7 +17,7 @@ from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.programs.calls_on_tape import is_simple, require_plain
-from mpiad.programs.program_cache import Entry, ProgramCache, count, is_admitted
+from mpiad.programs.program_cache import Entry, ProgramCache, count
 from mpiad.programs.replay import Lease
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
@@ -62,17 +62,24 @@ class Recording(NamedTuple):
         return self.entry.build
 
 
-def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> Tree | None:
+# The programs that were compared with the arguments and with the function's closure, by the variables. A loop passes the
+# same dict as long as neither the arguments' shapes change nor Python runs between its steps.
+Compared: TypeAlias = "dict[tuple[int, ...] | None, Entry]"
+
+
+def called_repeatedly(
+    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], compared: Compared
+) -> Tree | None:
     """Return the last state and the joined results; None if the calls must be made one by one: there is no program, say."""
     tape: Any = tracing.tape
     boxed = [k for k, x in enumerate(leaves) if type(x) in _boxes]
     if tape is None:
-        return None if boxed else _called(cache, repetition, leaves)
+        return None if boxed else _called(cache, repetition, leaves, compared)
     if type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not set(repetition.state) <= set(boxed):
         return None
     if not is_simple(tape, [leaves[k] for k in boxed]):
         return None
-    made = recorded(cache, repetition, list(map(getval, leaves)), boxed)
+    made = recorded(cache, repetition, list(map(getval, leaves)), boxed, compared)
     if made is None:
         return None
     values, places, entry = [*made.state, *made.columns], [leaves[k]._node.index for k in boxed], made.entry
@@ -80,22 +87,29 @@ def called_repeatedly(cache: ProgramCache, repetition: Repetition, leaves: Seque
 
 
 def _entry(
-    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], variables: Sequence[int] | None
+    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], variables: Sequence[int] | None, compared: Compared
 ) -> Entry | None:
     """Return the program of a call, with a reverse pass if there are `variables`; None if it can't be repeated."""
-    state = [leaves[k] for k in repetition.state]
-    arguments = arguments_of(tuple(repetition.arguments(0, leaves, state)), {}, cache.asked)
-    if tracing.recorder is not None or len(arguments.traced) < len(leaves):
-        return None
-    entry = cache.entries.get(arguments.key if variables is None else ("reverse", tuple(variables), arguments.key))
-    if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
-        return None
-    last = arguments._replace(leaves=repetition.arguments(repetition.calls - 1, leaves, state))
-    return entry if is_admitted(entry, arguments) and is_admitted(entry, last) else None
+    known = None if variables is None else tuple(variables)
+    entry = compared.get(known)
+    if entry is None:
+        state = [leaves[k] for k in repetition.state]
+        arguments = arguments_of(tuple(repetition.arguments(0, leaves, state)), {}, cache.asked)
+        if tracing.recorder is not None or len(arguments.traced) < len(leaves):
+            return None
+        entry = cache.entries.get(arguments.key if known is None else ("reverse", known, arguments.key))
+        if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
+            return None
+        compared[known] = entry
+    if entry.admits is not None:
+        last = leaves[0] + (repetition.calls - 1) * repetition.steps
+        if not all(entry.admits(list(map(getval, [first, *leaves[1:]]))) for first in (leaves[0], last)):
+            return None
+    return entry
 
 
-def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any]) -> Tree | None:
-    entry = _entry(cache, repetition, leaves, None)
+def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], compared: Compared) -> Tree | None:
+    entry = _entry(cache, repetition, leaves, None, compared)
     if entry is None:
         return None
     note_channels(entry.channels)
@@ -113,14 +127,16 @@ def _joined(rows: list[list[Array]]) -> list[Array]:
     return rows[0] if len(rows) == 1 else [np.concatenate(column) for column in zip(*rows)]
 
 
-def recorded(cache: ProgramCache, repetition: Repetition, leaves: list[Any], variables: Sequence[int]) -> Recording | None:
+def recorded(
+    cache: ProgramCache, repetition: Repetition, leaves: list[Any], variables: Sequence[int], compared: Compared
+) -> Recording | None:
     """Run the first part of the program for each call; None if the calls must be made one by one on a tape.
 
     `leaves`: plain values; `variables`: the positions of those whose cotangents `Recording.pull` returns.
     """
     for k in variables:
         leaves[k] = leaves[k] if type(leaves[k]) is np.ndarray else np.asarray(leaves[k])
-    entry = _entry(cache, repetition, leaves, variables)
+    entry = _entry(cache, repetition, leaves, variables, compared)
     if entry is None:
         return None
     calls, n, later = repetition.calls, len(repetition.state), entry.replays.read_later

@@ -235,6 +235,7 @@ class Loop:
         """Return the results as one vector, given plain arguments; store states if the loop is recorded."""
         args, observed = self._like.like(leaves), list[Array]()
         first, state = 0, args.state
+        self.stepping.begin_pass()
         if self._recorded:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
@@ -246,6 +247,7 @@ class Loop:
     def backwards(self, g: Array, leaves: Sequence[Array]) -> Array:
         """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
+        self.stepping.begin_pass()
         parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
         states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
         # Unless the states are kept, this reverse pass releases them, and a second one runs the loop again.

@@ -107,7 +107,11 @@ class UserStepping:
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
         self._params, self._count, self._variables = params, None, []
-        self._known: tuple[Any, Any] | None = None  # the form of `observe`, and the program that contains it
+        # The compiled functions of several steps by their number, and the form of `observe` that they contain.
+        self._programs: dict[int, Any] = {}
+        self._contained: Any = None
+        # The programs that were compared since `begin_pass`, by the number of steps; see `mpiad.programs.repeated_calls`.
+        self._compared: dict[int, dict[Any, Any]] = {}
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -137,7 +141,7 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
-        if count == 1 or self._program.refused:
+        if count == 1 or self._program(count).refused:
             return 1
         by_python = self._python_observe
         if by_python is not None:
@@ -149,22 +153,27 @@ class UserStepping:
             return count if self._is_local else 1
         return count
 
-    @property
-    def _program(self) -> Any:
-        """The compiled function of `_count` steps."""
+    def begin_pass(self) -> None:
+        """Begin a sequence of runs between which no other code changes what the compiled functions read."""
+        self._compared = {}
+
+    def _program(self, count: int) -> Any:
+        """Return the compiled function of some steps."""
         observe = self._observe_form
-        if self._known is None or self._known[0] is not observe:
+        if self._contained is not observe:
+            self._programs, self._contained = {}, observe
+        if count not in self._programs:
             from mpiad.programs.signature import form_of  # see `compiled_form`
 
-            step, has_inputs, count = self._form, self._has_inputs, self._count or 1
+            step, has_inputs = self._form, self._has_inputs
             observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             variables = step.variables, () if observe is None else observe.variables
             tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
             build = flatten(tree)[1]
             make = partial(_steps, step.jitted.fun, observed, has_inputs, count, build, self._specs, self._names)
-            program = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True)
-            self._known, self._variables = (observe, program), flatten(variables)[0]
-        return self._known[1]
+            program = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True, calls=count)
+            self._programs[count], self._variables = program, flatten(variables)[0]
+        return self._programs[count]
 
     @property
     def _observe_form(self) -> Any:
@@ -178,7 +187,10 @@ class UserStepping:
         The observed values have an additional first axis, with one entry per step.
         """
         (first, stop), observe = span, self._observe_form
-        if stop > first + 1:
+        # A single step on a tape, too, so that `recorded` finds its program.
+        by_program = tracing.tape is not None and self._count is not None and self._python_observe is None
+        by_program = by_program and not self._program(1).refused
+        if stop > first + 1 or by_program:
             state, columns = self._run_programs(span, args)
             return _checked(state, self._specs, self._names, stop - 1), columns
         params = self._build_params(args.params)
@@ -201,14 +213,18 @@ class UserStepping:
 
         `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
         """
-        length, rest = self.steps_per_program, span.stop - span.first
-        if length == 1 or rest % length or self._python_observe is not None:
+        steps = span.stop - span.first
+        length = min(self.steps_per_program, steps)
+        if self._count is None or steps % length or self._python_observe is not None:
             return None
-        segment = self._program
         start, places = self._places(args)
-        leaves = [span.first, *self._variables, *args.all()]
+        # The input of a single step has no axis for steps.
+        inputs = args.inputs if steps > 1 else [leaf[None] for leaf in args.inputs]
+        segment = self._program(length)
+        leaves = [span.first, *self._variables, *args.state, *inputs, *args.params]
         indices = [*range(len(args.state)), *active]
-        made = segment.recorded(rest // length, length, *places, leaves, [start + k for k in indices])
+        variables = [start + k for k in indices]
+        made = segment.recorded(steps // length, length, *places, leaves, variables, self._compared.setdefault(length, {}))
         if made is None:
             return None
         columns, self.build_observed = flatten(made.build([*made.state, *made.columns])[1])
@@ -227,15 +243,19 @@ class UserStepping:
 
     def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Run programs of several steps, and return the last state and the observed values."""
-        (first, stop), length = span, self.steps_per_program
-        segment, state, blocks = self._program, args.state, list[list[Array]]()
+        first, stop = span
+        length, state, blocks = min(self.steps_per_program, stop - first), args.state, list[list[Array]]()
+        segment = self._program(length)
         start, places = self._places(args)
         by_python = self._python_observe
         for k in range(first, stop, length):
             calls = (stop - k) // length if by_python is None else 1
-            entries = [leaf[k - first :] for leaf in args.inputs] if k > first else args.inputs
+            inputs = args.inputs if stop > first + 1 else [leaf[None] for leaf in args.inputs]
+            entries = [leaf[k - first :] for leaf in inputs] if k > first else inputs
             leaves = [k, *self._variables, *state, *entries, *args.params]
-            result = segment.repeated(calls, length, *places, leaves) if calls > 1 else None
+            result = None
+            if by_python is None:
+                result = segment.repeated(calls, length, *places, leaves, self._compared.setdefault(length, {}))
             is_last = result is not None
             if result is None:
                 result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
@@ -306,6 +326,10 @@ class TangentStepping(NamedTuple):
     def steps_per_program(self) -> int:
         """See `UserStepping`."""
         return self.plain.steps_per_program
+
+    def begin_pass(self) -> None:
+        """See `UserStepping`."""
+        self.plain.begin_pass()
 
     def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
         """See `UserStepping`."""

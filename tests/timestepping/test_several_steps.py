@@ -78,6 +78,22 @@ def test_values_and_derivatives(checkpoints):
 
 
 @pytest.mark.serial
+def test_the_length_of_programs_does_not_depend_on_what_runs_first():
+    """Before the first gradient, the number of its operations is estimated."""
+    lengths = []
+    for gradient_first in (True, False):
+        advance = mpiad.jit(lambda u, k: u + 0.1 * anp.sin(u) * anp.concatenate([u[1:], u[:1]]), strict=True)
+        forward = lambda u: anp.sum(scan(advance, u, 300) ** 2)  # noqa: B023, E731
+        gradient = mpiad.value_and_grad(forward, objective="sum")
+        for fun in (gradient, forward) if gradient_first else (forward, gradient):
+            for _ in range(3):
+                fun(np.linspace(0.1, 1.0, 5))
+        lengths.append(max(key[2] for key in advance._derived if type(key) is tuple))
+    assert 0.5 < lengths[0] / lengths[1] < 2
+    assert 1 < min(lengths)
+
+
+@pytest.mark.serial
 def test_a_step_that_is_run_with_inputs_and_without():
     advance, u = mpiad.jit(lambda u, k, force=0.5: anp.sin(u) * 0.9 + force * u, strict=True), np.linspace(0.1, 1.0, 5)
     for given in (None, FORCE[:8, :5], None, FORCE[:8, :5]):
