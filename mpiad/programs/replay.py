@@ -7,14 +7,12 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +22,10 @@ from mpiad.compiling.cache import Kernel, Source, kernels_of
 from mpiad.compiling.source import indented
 from mpiad.primitives.catalogue import BCAST, IRECV, ISEND, WAIT
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
+from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
+from mpiad.programs.kernel_blocks import CompiledLoops, KernelBlocks, Message, Messages, Operators
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, channels_of, envelopes_of, is_numbered, renewal_text, tag_text
@@ -36,10 +35,9 @@ from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport import Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import Channel, is_watched
+from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.linked_calls import LinkedCall, LinkedRun, LinkedStep, handle_of
-from mpiad.transport.core.messages import Prepared
+from mpiad.transport.core.linked_calls import LinkedRun
 
 
 class Replays:
@@ -56,6 +54,7 @@ class Replays:
         self.uses = spans_of(schedule, self.texts)
         self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
         self.scratch = Scratch(scratch_bytes)
+        self.loops = CompiledLoops(self.texts, self.kernels, self.allocations)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
@@ -125,174 +124,6 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     return not known and node.dtype != object
 
 
-class _Message(NamedTuple):
-    """A prepared communication from buffer x into buffer `out`; None for no array."""
-
-    prepared: Callable[..., Prepared | None]  # see `Operation`
-    params: Any
-    x: int | None
-    out: int | None
-    renewed: Sequence[Envelope] = ()  # the envelopes among the parameters that get new numbers in each run
-    linked: LinkedCall | None = None  # the call, if it is made by machine code
-
-
-# The messages of a schedule's steps; None for a step that needs no call.
-_Messages: TypeAlias = "dict[int, _Message | None]"
-# The steps' operators that linked kernels run in their buffers.
-_Operators: TypeAlias = "dict[int, LinkedRun]"
-
-
-def _linked_steps(action: Action, messages: _Messages, operators: _Operators) -> Sequence[LinkedStep] | None:
-    """Return the calls and updates of a communication; none for a loop, and None if Python runs the action."""
-    at = action.at
-    if at in messages:
-        message = messages[at]
-        return [] if message is None else None if message.linked is None else [message.linked]
-    if at in operators:
-        steps, begun = operators[at].linked or (), operators[at].begun
-        return {"begin": steps[:begun], "end": steps[begun:]}.get(action.kind, steps)
-    return None
-
-
-_WORD = 8
-
-
-class _KernelBlocks:
-    """The blocks of memory, one per thread of a loop, from which kernels read their arguments (see `compiling.cache`)."""
-
-    def __init__(self, replays: Replays, actions: Sequence[Action], messages: _Messages, operators: _Operators):
-        # The kernels and calls between two calls of Python are linked: a call of the first one runs all of them. `linked`:
-        # the actions that are run by the action before them.
-        schedule = replays.schedule
-        self._places: dict[int, list[int]] = {}
-        self._held: list[Array] = []
-        self._steps: list[tuple[int, LinkedStep, int]] = []  # of calls and operators: first word, and step of the schedule
-        self._loops: dict[tuple[int, int], int] = {}  # first words of the blocks of loops, by action and thread
-        # The first words and the kernels of each action; None if Python runs it.
-        self.chains: list[list[tuple[int, Kernel]] | None] = []
-        words: list[int] = [0]  # the first one is the number of the call that has failed, plus one
-        for k, action in enumerate(actions):
-            text, steps = replays.texts[action.at], _linked_steps(action, messages, operators)
-            chain: list[tuple[int, Kernel]] = []
-            for step in steps or ():
-                chain.append((len(words), step.kernel))  # type: ignore[arg-type]
-                self._steps.append((len(words), step, action.at))
-                words += step.words(0, 0, 0)
-            for thread, boxes in enumerate(action.shares):
-                self._loops[k, thread] = len(words)
-                words += self._words_of_loop(replays, text, boxes, len(words))  # type: ignore[arg-type]
-            if len(action.shares) == 1:
-                chain = [(self._loops[k, 0], replays.kernels[action.at])]  # type: ignore[list-item]
-            self.chains.append(chain if len(action.shares) == 1 or steps is not None else None)
-        self.words = (ctypes.c_int64 * len(words))(*words)
-        for number, (start, step, at) in enumerate(self._steps):
-            self._store(number)
-            message = messages.get(at)
-            if message is None or not isinstance(step, LinkedCall):
-                continue
-            for kind, b in (("x", message.x), ("out", message.out)):
-                places = [start + place for place in step.places(kind)]
-                if b is not None:
-                    self._places.setdefault(root_of(schedule.buffers, b), []).extend(places)
-                elif places:  # nobody reads the message
-                    self._held.append(np.empty(step.nbytes, np.uint8))
-                    self.words[places[0]] = address_of(self._held[-1])
-        # The calls of MPI of each part that has any.
-        self.calls: dict[int, list[LinkedCall]] = {}
-        for _, step, at in self._steps:
-            if isinstance(step, LinkedCall):
-                self.calls.setdefault(schedule.part(at), []).append(step)
-        self.linked: set[int] = set()
-        last = None  # the action before, if it may be linked to the next one
-        for k, (action, steps) in enumerate(zip(actions, self.chains)):
-            for (before, _), (start, kernel) in pairwise(steps or ()):
-                self._link(before, start, kernel)
-            if last is not None and steps and schedule.part(action.at) == schedule.part(actions[last].at):
-                self.linked.add(k)
-                self._link(self.chains[last][-1][0], *steps[0])  # type: ignore[index]
-            last = last if steps == [] else k if steps else None
-
-    def _store(self, number: int) -> None:
-        """Store the words of a call or an update, but not what follows it."""
-        start, step, _ = self._steps[number]
-        first = ctypes.addressof(self.words)
-        words = step.words(first + _WORD * start, first, number + 1)
-        self.words[start + 2 : start + len(words)] = words[2:]
-
-    def _words_of_loop(self, replays: Replays, text: LoopText, boxes: Sequence[Array], start: int) -> list[int]:
-        words, buffers, allocations = [0, 0], replays.schedule.buffers, replays.allocations
-        for b in text.buffers:
-            shape, root = buffers[b].shape, root_of(buffers, b)
-            self._places.setdefault(root, []).append(start + len(words))
-            is_padded = root in allocations and buffers[root].shape == shape
-            pitch = allocations[root].pitch if is_padded else (shape or (1,))[-1]
-            words += [0, *shape[:-1], pitch * parts_of(buffers[b].dtype)]
-        for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):
-            self._held.append(np.ascontiguousarray(array))
-            words += [self._held[-1].ctypes.data, *array.shape]
-        return words
-
-    def _link(self, before: int, start: int, kernel: Kernel) -> None:
-        address = ctypes.addressof(self.words) + _WORD * start
-        self.words[before : before + 2] = kernel.function.address, address  # type: ignore[attr-defined]
-
-    def set_operator(self, at: int, operator: LinkedRun) -> None:
-        """Store the words of an operator, which works in another buffer now."""
-        numbers = [number for number, (_, _, other) in enumerate(self._steps) if other == at]
-        for number, step in zip(numbers, operator.linked or ()):
-            self._steps[number] = self._steps[number][0], step, at
-            self._store(number)
-        self.bind_communicators()
-
-    def _calls(self) -> Iterator[tuple[int, LinkedCall]]:
-        return ((start, step) for start, step, _ in self._steps if isinstance(step, LinkedCall))
-
-    def bind_communicators(self) -> None:
-        """Store the handles of the communicators, which change when channels are renewed."""
-        for start, call in self._calls():
-            for place in call.places("comm"):
-                self.words[start + place] = handle_of(call.comm)
-
-    def channels(self) -> dict[tuple[int, bool], LinkedCall]:
-        """Return a call for each communicator."""
-        return {(id(call.channel), call.is_reverse): call for _, call in self._calls()}
-
-    def counts(self, part: int) -> Counter[tuple[Channel, tuple[str, tuple[int, int]]]]:
-        """Return how many messages of a part are counted in each count of a channel; see `LinkedCall.counted`."""
-        return Counter((call.channel, call.counted) for call in self.calls[part] if call.counted is not None)
-
-    def tag_of(self, at: int, place: int) -> int:
-        """Return the index of the word of a message's tag."""
-        return next(start for start, _, other in self._steps if other == at) + place
-
-    def step_of(self, number: int) -> int:
-        """Return the step of the schedule of a call of MPI that has failed, `words[0]`."""
-        return self._steps[number - 1][2]
-
-    def raise_error(self, number: int) -> None:
-        """Raise the error of a call that has failed."""
-        start, call, _ = self._steps[number - 1]
-        self.words[0] = 0
-        call.raise_error(self.words[start:])  # type: ignore[union-attr]
-
-    def head(self, k: int) -> tuple[int, Kernel]:
-        """Return the address of the first block of an action, and its kernel."""
-        start, kernel = self.chains[k][0]  # type: ignore[index]
-        return ctypes.addressof(self.words) + _WORD * start, kernel
-
-    def address(self, k: int, thread: int = 0) -> int:
-        return ctypes.addressof(self.words) + _WORD * self._loops[k, thread]
-
-    def bind(self, b: int, address: int) -> None:
-        for place in self._places.get(b, ()):
-            self.words[place] = address
-
-    def assignment(self, b: int, address: str) -> str:
-        """Return the statement of a replay that stores the address of a buffer in the blocks; in it, `words` is named t."""
-        targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
-        return f"{targets}{address}" if targets else ""
-
-
 def _as_argument(x: Any, dtype: np.dtype) -> Array:
     """Return an array, or a copy that is contiguous, aligned and of the given dtype, as kernels require."""
     if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
@@ -355,12 +186,12 @@ class Replay:
         self._actions = replays.actions[prepared]
         self.numbers = MessageNumbers()
         messages, numbered = self._messages_of_steps()
-        self._messages: _Messages = {}
+        self._messages: Messages = {}
         for at, message in messages.items() if prepared else ():
             self._messages[at] = message and self._numbered(message)
         self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._operators = self._linked_operators() if prepared else {}
-        self._blocks = _KernelBlocks(replays, self._actions, self._messages, self._operators)
+        self._blocks = KernelBlocks(self.schedule, replays.loops, self._actions, self._messages, self._operators)
         self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
@@ -390,9 +221,9 @@ class Replay:
         step = self.schedule.steps[self._blocks.step_of(number)]
         _call_at(self.nodes[step.node].site, "prepared")(lambda: self._blocks.raise_error(number))
 
-    def _linked_operators(self) -> _Operators:
+    def _linked_operators(self) -> Operators:
         """Return the operators that linked kernels run in their buffers."""
-        operators: _Operators = {}
+        operators: Operators = {}
         for at, step in enumerate(self.schedule.steps):
             if isinstance(step, Loop) or not step.in_place:
                 continue
@@ -408,7 +239,7 @@ class Replay:
                 operators[at] = operator
         return operators
 
-    def _numbered(self, message: _Message) -> _Message:
+    def _numbered(self, message: Message) -> Message:
         """Return a message whose envelopes this replay renews."""
         params, renewed, buffers = message.params, list[Envelope](), self.schedule.buffers
         if envelopes_of(params):
@@ -430,12 +261,12 @@ class Replay:
         is_padded = root in allocations and len(shape) > 1 and allocations[root].pitch != shape[-1]
         return buffers[b].map is None and not is_padded
 
-    def _messages_of_steps(self) -> tuple[_Messages, set[int]]:
+    def _messages_of_steps(self) -> tuple[Messages, set[int]]:
         """Return the communications of small arrays, which can be prepared, and the steps of numbered messages.
 
         For a request, the start sends, and the wait receives: a wait for a send and the start of a receive have no message.
         """
-        found: _Messages = {}
+        found: Messages = {}
         numbered: set[int] = set()
         active: dict[int, list[Any]] = {}  # nodes of started receives, and what MPI matches
         for at, step in enumerate(self.schedule.steps):
@@ -466,7 +297,7 @@ class Replay:
                 active[step.node], found[at] = matched, None
                 continue
             x = next(iter(step.inputs), None) if request < 0 else None
-            message = None if call.fun.prepared is None else _Message(call.fun.prepared, params, x, out)
+            message = None if call.fun.prepared is None else Message(call.fun.prepared, params, x, out)
             # A receive that is posted at its wait gets the same message only if no earlier one is active.
             first = next((n for n, others in active.items() if matched and others == matched), request)
             if message is not None and first == request and len(step.inputs) <= 1 and self._is_preparable(message):
@@ -477,7 +308,7 @@ class Replay:
             found = {at: message for at, message in found.items() if at not in numbered}
         return found, numbered
 
-    def _is_preparable(self, message: _Message) -> bool:
+    def _is_preparable(self, message: Message) -> bool:
         buffers = [None if b is None else self.schedule.buffers[b] for b in (message.x, message.out)]
         if any(buffer is not None and buffer.nbytes > SMALL for buffer in buffers):
             return False
@@ -757,11 +588,11 @@ class Replay:
         if (message is not None or at in self._operators) and len(self._lines) == self._head + 1:
             self._lines.append("if t[0]: fail(t[0])")
 
-    def _renewals(self, message: _Message) -> list[str]:
+    def _renewals(self, message: Message) -> list[str]:
         """Return the statements that give new numbers to a message's envelopes."""
         return [renewal_text(envelope, self._bound) for envelope in message.renewed]
 
-    def _prepared(self, at: int, step: Run, message: _Message) -> None:
+    def _prepared(self, at: int, step: Run, message: Message) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
         x, out = message.x, message.out
         self._lines += self._renewals(message)
