@@ -55,17 +55,12 @@ def _slope_of_average(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> 
     named = bound(fun, "a axis weights returned keepdims", args, kwargs)
     x, axis, weights = named["a"], named.get("axis"), named.get("weights")
     if len(args) > 2 or isbox(weights) or named.get("returned"):
-        raise refusal(
-            fun, "with traced weights, weights by position or returned=True: write sum(weights * x) / sum(weights)"
-        )
+        raise refusal(fun, "with traced weights, weights by position or returned=True: write sum(w * x) / sum(w)")
     ones, shape = anp.ones_like(x), anp.shape(x)
-    if weights is not None:  # of the shape of x, or a vector along the axis
-        like_x = (
-            weights
-            if anp.shape(weights) == shape
-            else anp.expand_dims(weights, [*range(1, len(shape) - axis % len(shape))])
-        )
-        ones = ones * like_x
+    if weights is not None:
+        if anp.shape(weights) != shape:  # a vector along the axis
+            weights = anp.expand_dims(weights, [*range(1, len(shape) - (axis or 0) % len(shape))])
+        ones = ones * weights
     return ones / anp.sum(ones, axis=axis, keepdims=True), named
 
 
