@@ -243,7 +243,7 @@ class LibraryFunction(CustomOperator):
         self._inputs = [(k, places[name], self.arguments[name]) for k, name in enumerate(self._names)]
         self._by_value = [(k, place) for k, place, a in self._inputs if a.by_value]
         self._by_address = [(k, place, a) for k, place, a in self._inputs if not (a.by_value or a.writes)]
-        self._changed = [(k, self._outputs.index(self._names[k]), a) for k, _, a in self._inputs if a.writes]
+        self._in_outs = [(k, self._outputs.index(self._names[k]), a) for k, _, a in self._inputs if a.writes]
         self._arrays = [k for k, _, a in self._inputs if a.shape]
         self._integers = [k for k, name in enumerate(self._names) if name in integers & lengths]
         if lengths - integers:
@@ -383,7 +383,7 @@ class LibraryFunction(CustomOperator):
                 x = np.array(x, argument.dtype, order=argument.order)
                 copies.append(x)
             values[place] = _address(x)
-        for k, output, argument in self._changed:
+        for k, output, argument in self._in_outs:
             part = parts[output]
             entries = out.reshape(-1, order=result_order)[part.start : part.start + prod(part.shape)]
             np.copyto(entries.reshape(part.shape, order=argument.order), args[k])
@@ -422,16 +422,16 @@ class LibraryFunction(CustomOperator):
         All ranks that call this function call the adjoint, which is the transpose over all of them.
         """
         function = self._derivative(symbol, arguments, Cotangent, library)
-        keep, run = self._bound(function, [_key(Cotangent(name)) for name in self._outputs])
+        read, call = self._derivative_call(function, [_key(Cotangent(name)) for name in self._outputs])
         names = [_key(Cotangent(name)) for name in self._names]
         places = [function._outputs.index(name) if name in function._outputs else None for name in names]
 
         def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
             layout = self._layout(args)
-            kept = keep(ans, args, layout)
+            values = read(ans, args, layout)
 
             def vjp(g: Array) -> list[Array | None]:
-                cotangents = run(kept, self._parts(g, layout))
+                cotangents = call(values, self._parts(g, layout))
                 return [None if place is None else cotangents[place] for place in places]
 
             return vjp
@@ -453,13 +453,12 @@ class LibraryFunction(CustomOperator):
             The tangent, whose own derivatives may be defined.
         """
         function = self._derivative(symbol, arguments, Tangent, library)
-
-        keep, run = self._bound(function, [_key(Tangent(name)) for name in self._names])
+        read, call = self._derivative_call(function, [_key(Tangent(name)) for name in self._names])
         places = [function._outputs.index(_key(Tangent(name))) for name in self._outputs]
 
         def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-            given = [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)]
-            parts = run(keep(ans, args, self._layout(args)), given)
+            directions = [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)]
+            parts = call(read(ans, args, self._layout(args)), directions)
             return self._joined([parts[place] for place in places])
 
         self.forward = forward
@@ -492,24 +491,24 @@ class LibraryFunction(CustomOperator):
         source = library if library is not None else self._library
         return LibraryFunction(source, symbol, described, self._comm, marker is Cotangent)
 
-    def _bound(self, function: LibraryFunction, derivatives: Sequence[str]) -> tuple[Callable, Callable]:
-        """Return the functions that select what a derivative reads of a call, and that call the derivative."""
-        sizes = [name for name in function._names if name in self._inferred]
-        values = [*self._names, *self._outputs, *sizes]
-        kept = [values.index(name) for name in function._names if name in values]
-        read = [*[values[k] for k in kept], *derivatives]
-        order = [read.index(name) for name in function._names]
+    def _derivative_call(self, function: LibraryFunction, derivatives: Sequence[str]) -> tuple[Callable, Callable]:
+        """Return a function that selects the values of a call that a derivative reads, and one that calls it."""
+        lengths = [name for name in function._names if name in self._inferred]
+        names = [*self._names, *self._outputs, *lengths]
+        places = [names.index(name) for name in function._names if name in names]
+        arguments = [*[names[k] for k in places], *derivatives]
+        order = [arguments.index(name) for name in function._names]
 
-        def keep(ans: Array, args: tuple, layout: _Layout) -> list[Any]:
-            every = (*args, *self._parts(ans, layout), *[layout.sizes[name] for name in sizes])
-            return [every[k] for k in kept]
+        def read(ans: Array, args: tuple, layout: _Layout) -> list[Any]:
+            values = (*args, *self._parts(ans, layout), *[layout.sizes[name] for name in lengths])
+            return [values[k] for k in places]
 
-        def run(kept: Sequence[Any], given: Sequence[Array]) -> tuple[Array, ...]:
-            every = (*kept, *given)
-            inputs = tuple([every[k] for k in order])
+        def call(values: Sequence[Any], directions: Sequence[Array]) -> tuple[Array, ...]:
+            values = (*values, *directions)
+            inputs = tuple([values[k] for k in order])
             return function._parts(function._recorded(inputs), function._layout(inputs))
 
-        return keep, run
+        return read, call
 
 
 class _Packing(NamedTuple):
