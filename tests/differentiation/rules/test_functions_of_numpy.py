@@ -142,7 +142,7 @@ def test_cumulative_products_with_zeros(compiled):
     close(mpiad.jvp(np.cumprod, x, w)[1], numpy.array(others) @ w)
 
 
-NEW = "take nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
+NEW = "take average nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
 
 
 def test_functions_with_all_derivatives():
@@ -159,6 +159,7 @@ def test_functions_with_all_derivatives():
     "np.take(x, [0, -1, 0], axis=1)", "np.nansum(np.where(mask, x, np.nan), 0)", "np.nanmean(np.where(mask, x, np.nan))",
     "np.cumprod(x, 1)", "np.trapezoid(x, a)", "np.copy(x) * x", "np.trace(x[None] * x[:, :1, None], 1, 2, 1)",
     "np.split(x, [2, 1], 1)[2] ** 2", "x[(0, 1, 0), (2, 2, 1)] ** 2",
+    "np.average(x, 1, weights=a) ** 2", "linalg.norm(x, 1, 1) ** 2", "linalg.norm(x, np.inf, 1) ** 2",
     "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "abs(linalg.eigh(x @ x.T)[1]) ** 2",
 ])  # fmt: skip
 def test_compiled_functions(call):
