@@ -313,6 +313,7 @@ np.einsum("ij,jk,kl->il", x, x.T, x); np.einsum(x, [0, 1], m, [0, 1]); np.einsum
 np.nan_to_num(x, nan=1.0); np.nan_to_num(x, True); np.real_if_close(x + 0j); np.sign(np.real(x)) * x; np.floor(np.real(x)) * x; np.ones_like(x) * x
 np.divmod(x, 0.7); np.divmod(2.1, x)[1]; np.divmod(x, a); np.divmod(a, x); np.take(x, 1); np.take(x, [0, -1, 0]); np.take(x, [[0, 1], [1, 0]], {of}); np.take(x, array([2, -1]), axis=-1); np.take(x, [5, -2], 0, mode="wrap"); np.take(x, [7, -1, 1], None, None, "clip")
 np.nansum(x, axis={axis}{keep}); np.nanmean(x, axis={axis}{keep}); np.nansum(np.where(mask, x, np.nan), 0); np.nanmean(np.where(mask, x, np.nan), -1); np.nansum(x, where=mask); np.nanmean(x, where=mask)
+np.average(x); np.average(x, axis={axis}{keep}); np.average(x, axis=-1, weights=a[:np.shape(x)[-1]]); np.average(x, weights=1.0 + np.ones(np.shape(x)))
 np.nansum(np.where(mask, x, np.nan)); np.nanmean(np.where(np.real(x) > 0, x, np.nan)); np.nansum(x, initial=2.0); np.cumprod(0.5 * x); np.cumprod(0.5 * x, axis={one}); np.cumprod(x * (np.real(x) > 0), -1)
 np.trapezoid(x); np.trapezoid(x, axis={of}); np.trapezoid(x, dx=0.3); np.trapezoid(x, a); np.trapezoid(x, a, axis=-1); np.trapezoid(a, x); np.trapezoid(m, x); np.trapezoid(x, x * x, 1.0, {of})
 np.trapezoid(x[0], x, axis=-1); np.trapezoid(x, array([0.1, 0.5]), axis=0); np.copy(x); np.copy(x, "F") * x

@@ -37,6 +37,7 @@ _ADVICE = (
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
+    (r"dtype\('O'\) with shape", f"{_NO_PLAIN_NUMPY} Of lists with traced values make arrays by np.array."),
     (
         r"(loop of ufunc|__array_ufunc__).*Box|(number|integers or slices), not '?\w*Box|Box' object cannot be interpreted|"
         r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",

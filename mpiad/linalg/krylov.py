@@ -465,7 +465,10 @@ def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.nda
     invalid = active & (curvature <= 0.0)
     if invalid.any():
         value = float(curvature[invalid][0])
-        cause = "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
+        cause = (
+            "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ? If each "
+            "rank has a copy of the vector instead of a part, take method='gmres'."
+        )
         cause = cause if value else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")

@@ -203,7 +203,7 @@ class _Part(NamedTuple):
     order: Literal["C", "F"]
     shape: Shape
     start: int
-    stop: int
+    index: int | slice  # in the result
 
 
 class _Layout(NamedTuple):
@@ -241,6 +241,9 @@ class LibraryFunction(CustomOperator):
         self._outputs = [name for name, a in items if a.writes]
         places = {name: k for k, name in enumerate(self.arguments)}
         self._inputs = [(k, places[name], self.arguments[name]) for k, name in enumerate(self._names)]
+        self._by_value = [(k, place) for k, place, a in self._inputs if a.by_value]
+        self._by_address = [(k, place, a) for k, place, a in self._inputs if not (a.by_value or a.writes)]
+        self._in_outs = [(k, self._outputs.index(self._names[k]), a) for k, _, a in self._inputs if a.writes]
         self._arrays = [k for k, _, a in self._inputs if a.shape]
         self._integers = [k for k, name in enumerate(self._names) if name in integers & lengths]
         if lengths - integers:
@@ -277,7 +280,7 @@ class LibraryFunction(CustomOperator):
             if not argument.accepts(getval(x)):
                 self._refuse(self._names[k], argument, getval(x))
         result = self._recorded(args)
-        return result if len(self._outputs) == 1 else tuple(self._parts(result, self._layout(args)).values())
+        return result if len(self._outputs) == 1 else self._parts(result, self._layout(args))
 
     def _refuse(self, name: str, argument: Argument, x: Any) -> None:
         got, advice = f"{type(x).__name__} {x!r:.40}", ""
@@ -291,27 +294,29 @@ class LibraryFunction(CustomOperator):
         next(communications)
         return apply(self, tracing.tape, args, {})
 
-    def _parts(self, result: Array, layout: _Layout) -> dict[str, Array]:
-        """Return the outputs, or their cotangents, by name."""
+    def _parts(self, result: Array, layout: _Layout) -> tuple[Array, ...]:
+        """Return the outputs, or their cotangents."""
         if len(layout.parts) == 1:
-            return {self._outputs[0]: result}
-        outputs = {}
+            return (result,)
+        outputs = []
         for part in layout.parts:
-            array = result[part.start : part.stop] if part.shape else result[part.start]
+            array = result[part.index]
             if len(part.shape) > 1:
                 array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
-            outputs[part.name] = array
-        return outputs
+            outputs.append(array)
+        return tuple(outputs)
 
-    def _joined(self, parts: Mapping[str, Array]) -> Array:
+    def _joined(self, parts: Sequence[Array]) -> Array:
         """Return the transpose of `_parts`."""
-        if len(self._outputs) == 1:
-            return parts[self._outputs[0]]
-        turned = [parts[name].T if self.arguments[name].order == "F" else parts[name] for name in self._outputs]
+        if len(parts) == 1:
+            return parts[0]
+        turned = [part.T if self.arguments[name].order == "F" else part for name, part in zip(self._outputs, parts)]
         return anp.concatenate([anp.ravel(part) for part in turned])
 
     def _layout(self, args: tuple) -> _Layout:
-        key = tuple([args[k].shape for k in self._arrays] + [args[k] for k in self._integers])
+        key = tuple([args[k].shape for k in self._arrays])
+        if self._integers:
+            key += tuple([args[k] for k in self._integers])
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._new_layout(args)
@@ -336,8 +341,9 @@ class LibraryFunction(CustomOperator):
                 values[place] = sizes[name] if argument.by_value else np.array(sizes[name], argument.dtype)
             if argument.writes:
                 shape = tuple([length.value(sizes) for length in argument.lengths])
-                parts.append(_Part(name, place, argument.order, shape, start, start + prod(shape)))
-                start += prod(shape)
+                stop = start + prod(shape)
+                parts.append(_Part(name, place, argument.order, shape, start, slice(start, stop) if shape else start))
+                start = stop
         kept = [value for value in values if isinstance(value, np.ndarray)]
         values = [_address(value) if isinstance(value, np.ndarray) else value for value in values]
         shape = parts[0].shape if len(parts) == 1 else (start,)
@@ -363,27 +369,24 @@ class LibraryFunction(CustomOperator):
         """Call the function with plain arrays, as one node."""
         layout = self._layout(args)
         values, parts, copies = layout.values.copy(), layout.parts, []
-        out = (np.zeros if self.is_adjoint else np.empty)(
-            layout.result.shape, layout.result.dtype, parts[0].order if len(parts) == 1 else "C"
-        )
+        result_order = parts[0].order if len(parts) == 1 else "C"
+        out = (np.zeros if self.is_adjoint else np.empty)(layout.result.shape, layout.result.dtype, result_order)
         start, itemsize = _address(out), out.itemsize
         for part in parts:
             values[part.place] = start + part.start * itemsize
-        for k, place, argument in self._inputs:
+        for k, place in self._by_value:
             x = args[k]
-            if argument.by_value:
-                values[place] = x.item() if isinstance(x, np.generic) else x
-            elif argument.writes:
-                part = parts[self._outputs.index(self._names[k])]
-                np.copyto(
-                    out.reshape(-1, order=argument.order)[part.start : part.stop].reshape(part.shape, order=argument.order),
-                    x,
-                )
-            else:
-                if argument.overwritten or not argument.is_passed(x):
-                    x = np.array(x, argument.dtype, order=argument.order)
-                    copies.append(x)
-                values[place] = _address(x)
+            values[place] = x.item() if isinstance(x, np.generic) else x
+        for k, place, argument in self._by_address:
+            x = args[k]
+            if argument.overwritten or not argument.is_passed(x):
+                x = np.array(x, argument.dtype, order=argument.order)
+                copies.append(x)
+            values[place] = _address(x)
+        for k, output, argument in self._in_outs:
+            part = parts[output]
+            entries = out.reshape(-1, order=result_order)[part.start : part.start + prod(part.shape)]
+            np.copyto(entries.reshape(part.shape, order=argument.order), args[k])
         if calls.is_noting():
             recorded_call(calls.begin, (self.__name__, args[0] if args else None, None), self._call, *values)
         else:
@@ -419,17 +422,17 @@ class LibraryFunction(CustomOperator):
         All ranks that call this function call the adjoint, which is the transpose over all of them.
         """
         function = self._derivative(symbol, arguments, Cotangent, library)
-        keys = {name: _key(Cotangent(name)) for name in self.arguments}
+        read, call = self._derivative_call(function, [_key(Cotangent(name)) for name in self._outputs])
+        names = [_key(Cotangent(name)) for name in self._names]
+        places = [function._outputs.index(name) if name in function._outputs else None for name in names]
 
         def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
             layout = self._layout(args)
-            values = self._values(function, layout, args, ans)
+            values = read(ans, args, layout)
 
             def vjp(g: Array) -> list[Array | None]:
-                given = values | {keys[name]: part for name, part in self._parts(g, layout).items()}
-                inputs = tuple([given[name] for name in function._names])
-                cotangents = function._parts(function._recorded(inputs), function._layout(inputs))
-                return [cotangents.get(keys[name]) for name in self._names]
+                cotangents = call(values, self._parts(g, layout))
+                return [None if place is None else cotangents[place] for place in places]
 
             return vjp
 
@@ -450,15 +453,13 @@ class LibraryFunction(CustomOperator):
             The tangent, whose own derivatives may be defined.
         """
         function = self._derivative(symbol, arguments, Tangent, library)
+        read, call = self._derivative_call(function, [_key(Tangent(name)) for name in self._names])
+        places = [function._outputs.index(_key(Tangent(name))) for name in self._outputs]
 
         def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-            given = self._values(function, self._layout(args), args, ans)
-            given |= {
-                _key(Tangent(name)): conformed(tangents.get(k), spec_like(args[k])) for k, name in enumerate(self._names)
-            }
-            inputs = tuple([given[name] for name in function._names])
-            parts = function._parts(function._recorded(inputs), function._layout(inputs))
-            return self._joined({name: parts[_key(Tangent(name))] for name in self._outputs})
+            directions = [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)]
+            parts = call(read(ans, args, self._layout(args)), directions)
+            return self._joined([parts[place] for place in places])
 
         self.forward = forward
         return function
@@ -490,10 +491,24 @@ class LibraryFunction(CustomOperator):
         source = library if library is not None else self._library
         return LibraryFunction(source, symbol, described, self._comm, marker is Cotangent)
 
-    def _values(self, derivative: LibraryFunction, layout: _Layout, args: tuple, ans: Array) -> dict[str, Any]:
-        """Return the values that a derivative asks for by name; only these are kept."""
-        values = layout.sizes | self._parts(ans, layout) | dict(zip(self._names, args))
-        return {name: values[name] for name in derivative._names if name in values}
+    def _derivative_call(self, function: LibraryFunction, derivatives: Sequence[str]) -> tuple[Callable, Callable]:
+        """Return a function that selects the values of a call that a derivative reads, and one that calls it."""
+        lengths = [name for name in function._names if name in self._inferred]
+        names = [*self._names, *self._outputs, *lengths]
+        places = [names.index(name) for name in function._names if name in names]
+        arguments = [*[names[k] for k in places], *derivatives]
+        order = [arguments.index(name) for name in function._names]
+
+        def read(ans: Array, args: tuple, layout: _Layout) -> list[Any]:
+            values = (*args, *self._parts(ans, layout), *[layout.sizes[name] for name in lengths])
+            return [values[k] for k in places]
+
+        def call(values: Sequence[Any], directions: Sequence[Array]) -> tuple[Array, ...]:
+            values = (*values, *directions)
+            inputs = tuple([values[k] for k in order])
+            return function._parts(function._recorded(inputs), function._layout(inputs))
+
+        return read, call
 
 
 class _Packing(NamedTuple):

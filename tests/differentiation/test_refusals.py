@@ -61,6 +61,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "float": (lambda x: float(x[0]), TypeError, r"float\(\) argument", AUTOGRAD),
     "index": (lambda x: sum(x[0] for _ in range(x[1])), TypeError, "as an integer", AUTOGRAD),
     "sent objects": (lambda x: mpiad.mpi_sum(np.array(x)), TypeError, r"mpi_sum: .*dtype\('O'\)", AUTOGRAD),
+    "sent list": (
+        lambda x: mpiad.mpi_sum(anp.concatenate([[[x[0], 1.0]], np.ones((1, 2))])),
+        TypeError,
+        r"mpi_sum: .*dtype\('O'\)",
+        AUTOGRAD + r".*lists.*np\.array",
+    ),
     "pickled": (lambda x: COMM.allreduce(anp.sum(x)), TypeError, "can't be pickled", PRIMITIVE),
     "buffer": (received, TypeError, "expecting buffer", PRIMITIVE),
     "buffer and type": (lambda x: COMM.Bcast([x, MPI.DOUBLE]), TypeError, "bytes-like object", PRIMITIVE),

@@ -159,10 +159,13 @@ def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
         axes = (-2, -1) if axis is None else axis
         left, _, right = checked(fun, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
         return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes) * (kept / norm), named
-    if of_matrix or not 1 < order < np.inf:
+    if of_matrix or not order >= 1:
         raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
-    # At zeros the power may be infinite, and give 0·∞. There the second derivative is 0 for ord > 2, otherwise infinite.
-    at_zeros = 0.0 if order > 2 else float(np.finfo(norm.dtype).max)
+    if order == np.inf:
+        largest = anp.abs(x) == kept
+        return anp.conj(x) / norm * (largest / anp.sum(largest, axis=axis, keepdims=True)), named
+    # At zeros the power may be infinite, and give 0·∞. The second derivative there is infinite for 1 < ord < 2.
+    at_zeros = float(np.finfo(norm.dtype).max) if 1 < order < 2 else 0.0
     power = anp.where(x == 0, at_zeros, anp.abs(anp.where(x == 0, 1, x)) ** (order - 2))
     return anp.conj(x) * power / norm ** (order - 1), named
 

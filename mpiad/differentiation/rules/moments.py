@@ -1,4 +1,4 @@
-"""Products, cumulative products, variances and standard deviations over axes."""
+"""Products, cumulative products, averages, variances and standard deviations over axes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 import autograd.numpy as anp
 import numpy as np
 from autograd.numpy import numpy_wrapper as wrapped
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, arrays_like, bound
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, arrays_like, bound, refusal
 
 _NAMES = "a axis dtype out ddof keepdims"
 
@@ -48,6 +48,20 @@ def _product_of_others(x: Array) -> Array:
     first, second = x[..., ::2], x[..., 1::2]
     rest = _product_of_others(first * second)
     return anp.reshape(stack([second * rest, first * rest], -1), x.shape)[..., :n]
+
+
+def _slope_of_average(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+    """Return the weights divided by their sum, and the arguments by name."""
+    named = bound(fun, "a axis weights returned keepdims", args, kwargs)
+    x, axis, weights = named["a"], named.get("axis"), named.get("weights")
+    if len(args) > 2 or isbox(weights) or named.get("returned"):
+        raise refusal(fun, "with traced weights, weights by position or returned=True: write sum(w * x) / sum(w)")
+    ones, shape = anp.ones_like(x), anp.shape(x)
+    if weights is not None:
+        if anp.shape(weights) != shape:  # a vector along the axis
+            weights = anp.expand_dims(weights, [*range(1, len(shape) - (axis or 0) % len(shape))])
+        ones = ones * weights
+    return ones / anp.sum(ones, axis=axis, keepdims=True), named
 
 
 def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
@@ -119,6 +133,7 @@ def _recurrence(a: Array, s: Array) -> Array:
 
 _SLOPES = {
     anp.prod: _slope_of_prod,
+    anp.average: _slope_of_average,
     getattr(wrapped, "_primitive_var", anp.var): _slope_of_var,
     getattr(wrapped, "_primitive_std", anp.std): _slope_of_std,
 }

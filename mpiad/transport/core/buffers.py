@@ -72,7 +72,7 @@ def _advice(x: Array) -> str:
         return "Make it an array with autograd.numpy.array, or send its items one by one."
     if x is IN_PLACE:
         return "Pass the array itself: it isn't overwritten, and the result is returned."
-    return "These functions don't send pickled objects; use the methods of mpi4py's communicators."
+    return "Objects aren't pickled: send their numbers as an array; for objects of constants use mpi4py's methods."
 
 
 def _shortened(x: Array) -> str:
