@@ -218,9 +218,7 @@ class UserStepping:
         if self._count is None or steps % length or self._python_observe is not None:
             return None
         start, places = self._places(args)
-        # The input of a single step has no axis for steps.
-        inputs = args.inputs if steps > 1 else [leaf[None] for leaf in args.inputs]
-        segment = self._program(length)
+        segment, inputs = self._program(length), _with_steps(span, args)
         leaves = [span.first, *self._variables, *args.state, *inputs, *args.params]
         indices = [*range(len(args.state)), *active]
         variables = [start + k for k in indices]
@@ -247,15 +245,13 @@ class UserStepping:
         length, state, blocks = min(self.steps_per_program, stop - first), args.state, list[list[Array]]()
         segment = self._program(length)
         start, places = self._places(args)
-        by_python = self._python_observe
+        by_python, inputs, compared = self._python_observe, _with_steps(span, args), self._compared.setdefault(length, {})
         for k in range(first, stop, length):
-            calls = (stop - k) // length if by_python is None else 1
-            inputs = args.inputs if stop > first + 1 else [leaf[None] for leaf in args.inputs]
             entries = [leaf[k - first :] for leaf in inputs] if k > first else inputs
             leaves = [k, *self._variables, *state, *entries, *args.params]
             result = None
             if by_python is None:
-                result = segment.repeated(calls, length, *places, leaves, self._compared.setdefault(length, {}))
+                result = segment.repeated((stop - k) // length, length, *places, leaves, compared)
             is_last = result is not None
             if result is None:
                 result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
@@ -269,6 +265,11 @@ class UserStepping:
             if is_last:
                 break
         return state, joined(blocks)
+
+
+def _with_steps(span: Span, args: Arguments) -> list[Array]:
+    """Return the inputs with an axis for steps, which those of a single step don't have."""
+    return args.inputs if span.stop > span.first + 1 else [leaf[None] for leaf in args.inputs]
 
 
 def joined(blocks: Sequence[list[Array]]) -> list[Array]:
