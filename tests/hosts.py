@@ -1,7 +1,7 @@
 """Hosts that are apart: network namespaces of one machine, with own addresses and host names, joined by a relay.
 
 The relay passes the packets of the hosts' TUN devices on, after a delay; it can lose some and cut a host off. It needs
-root, iproute2, util-linux and /dev/net/tun, and leaves nothing behind. MPICH starts its processes there by `-launcher-exec`.
+root, iproute2, util-linux and /dev/net/tun, and leaves nothing behind. MPICH starts its processes by `-launcher-exec`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def missing() -> str:
 
 
 class Relay(threading.Thread):
-    """Passes packets between devices: `delay` of one way in seconds, `loss` a fraction, `cut` the hosts that are cut off."""
+    """Passes packets between devices: `delay` of one way in seconds, `loss` a fraction, `cut` the hosts without network."""
 
     def __init__(self, devices: Sequence[int], delay: float, loss: float):
         super().__init__(daemon=True)

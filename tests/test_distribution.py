@@ -105,7 +105,7 @@ def test_hosted_workflows_call_make_with_few_rights(path):
     assert workflow["permissions"] == {"contents": "read"}
     assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", use) for use in re.findall(r"uses: (.*)", text))
     rights = [right for job in workflow["jobs"].values() for right in job.get("permissions", {}).items()]
-    assert {name for name, right in rights if right == "write"} <= {"id-token", "attestations"}
+    assert {name for name, right in rights if right == "write"} <= {"id-token", "attestations", "security-events"}
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 90
         arguments = [each["arguments"] for each in job.get("strategy", {}).get("matrix", {}).get("include", [])]
