@@ -4,8 +4,8 @@
 
 `run.py` writes a JSON file per run. A figure of the newest run is compared with the median of the same figure in the last
 runs on machines of the same kind (processor and number of cores), of other commits. It is flagged if it differs by more
-than the step of 10 %; a flag in a line that isn't "quiet" says little. The exit status is the number of flags in quiet lines,
-99 at most.
+than the step of 10 %; a flag in a line that isn't "quiet" says little. The exit status is the number of flags in quiet
+lines, 99 at most.
 """
 
 from __future__ import annotations
