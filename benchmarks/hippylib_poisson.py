@@ -54,7 +54,7 @@ def main() -> None:
         began = time.process_time()
         result = sample(
             problem.misfit, problem.prior, method=method, n_samples=count, warmup=max(count // 10, 500), start=start,
-            seed=options.seed, posterior=posterior, quantities=problem.log_flux,
+            rng=options.seed, posterior=posterior, quantities=problem.log_flux,
         )  # fmt: skip
         share = count / (count + max(count // 10, 500))
         processor = share * (time.process_time() - began)

@@ -174,8 +174,8 @@ def observations():
     def trajectory(u, steps):
         return scan(lambda u, k: step(u), u, steps, observe=lambda u, k: u)
 
-    truth, _ = trajectory(8.0 + domain.normal(seed=1), 200)
-    background, sites = truth + domain.normal(seed=2), numpy.arange(24) % 2 == 0
+    truth, _ = trajectory(8.0 + domain.normal(rng=1), 200)
+    background, sites = truth + domain.normal(rng=2), numpy.arange(24) % 2 == 0
     observed = trajectory(truth, 8)[1] + 0.2 * numpy.stack([domain.normal(seed) for seed in range(3, 11)])
 
     @mpiad.jit

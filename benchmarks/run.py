@@ -5,7 +5,8 @@
 or `make bench`. Each is a job of its own, with its ranks and its share of half an hour: one that fails, or takes longer, is
 a line of the table, and the next begins. A benchmark prints its own tables as it runs, and tells this program what it aims
 at (`reaches.py`). Before and after each the machine is looked at (`machine.py`), and the table says where it was slower
-than at its best in this run. The exit status is 0 whatever the figures are.
+than at its best in this run. The exit status is 0 whatever the figures are. The figures are also written to
+`benchmarks/history/`, in a file per commit and run, which `history.py` compares.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import history
 import machine
 import reaches
 
@@ -110,7 +112,7 @@ class Row(NamedTuple):
 
     job: int
     line: str
-    figure: str
+    figure: float | None
     reach: str
     reached: str
 
@@ -128,25 +130,29 @@ def rows_of(number: int, job: Job, figures: Path, status: int) -> list[Row]:
     rows = [row(number, found) for found in said]
     if status:
         how = f"not finished in {job.limit:g} s" if status == EXPIRED else f"failed: exit status {status}"
-        rows.append(Row(number, job.name, "", "", how))
-    return rows or [Row(number, job.name, "", "", "finished")]
+        rows.append(Row(number, job.name, None, "", how))
+    return rows or [Row(number, job.name, None, "", "finished")]
 
 
 def row(number: int, found: dict) -> Row:
     """Return the line of one figure."""
     if "why" in found:
-        return Row(number, found["line"], "", "", found["why"])
+        return Row(number, found["line"], None, "", found["why"])
     figure, most, least = found["figure"], found["at_most"], found["at_least"]
     reach = f"≤ {most:.4g}" if most is not None else f"≥ {least:.4g}" if least is not None else ""
     good = (most is None or figure <= most) and (least is None or figure >= least)
-    return Row(number, found["line"], f"{figure:.3g}", reach, ("yes" if good else "NO") if reach else "")
+    return Row(number, found["line"], figure, reach, ("yes" if good else "NO") if reach else "")
 
 
 def print_table(rows: list[Row], states: list[machine.State]) -> None:
     """Print all rows, each with the state that the machine was in before or after its job, the worse of the two."""
     best = machine.best_of(states)
     cells = [("line", "figure", "reach", "reached", "machine")]
-    cells += [(*each[1:], machine.described(states[each.job : each.job + 2], best)) for each in rows]
+    for each in rows:
+        figure = "" if each.figure is None else f"{each.figure:.3g}"
+        cells.append(
+            (each.line, figure, each.reach, each.reached, machine.described(states[each.job : each.job + 2], best))
+        )
     widths = [max(len(cell[k]) for cell in cells) for k in range(5)]
     cells.insert(1, tuple("-" * width for width in widths))
     for cell in cells:
@@ -160,7 +166,9 @@ def print_table(rows: list[Row], states: list[machine.State]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=sorted({job.program for job in JOBS}), help="these benchmarks alone")
-    only = parser.parse_args().only
+    parser.add_argument("--history", type=Path, default=history.FOLDER, help="the folder to which the figures are written")
+    options = parser.parse_args()
+    only = options.only
     jobs = [job for job in JOBS if only is None or job.program in only]
     rows: list[Row] = []
     states = [machine.probe()]
@@ -175,6 +183,15 @@ def main() -> None:
             print(f"---- {time.monotonic() - start:.0f} s", flush=True)
     print(f"\n==== all, in {(time.monotonic() - begin) / 60:.0f} minutes ====")
     print_table(rows, states)
+    best = machine.best_of(states)
+    figures = [
+        history.Figure(
+            jobs[each.job].name, each.line, each.figure, machine.described(states[each.job : each.job + 2], best)
+        )
+        for each in rows
+        if each.figure is not None
+    ]
+    print(f"written to {history.write(options.history, figures, best)}")
 
 
 if __name__ == "__main__":

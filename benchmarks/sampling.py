@@ -118,7 +118,7 @@ class Problem:
 
 def chain(problem: Problem, posterior: Posterior, method: str, count: int) -> Samples:
     return sample(
-        problem.misfit, problem.prior, method=method, n_samples=count, warmup=0, posterior=posterior, seed=2,
+        problem.misfit, problem.prior, method=method, n_samples=count, warmup=0, posterior=posterior, rng=2,
         step_size=STEPS[method], start=posterior.mean, quantities=problem.log_mean,
     )  # fmt: skip
 

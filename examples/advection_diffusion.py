@@ -200,7 +200,7 @@ def main():
     )
     kept = mpiad.linearize(release.residuals)(result.x)
     posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, options.pairs, tol=1e-3)
-    mean, deviation = posterior.predict(release.predicted, options.draws, seed=100)
+    mean, deviation = posterior.predict(release.predicted, options.draws, rng=100)
     truth = release.predicted(release.truth)
     inside = numpy.abs(truth - release.predicted(result.x)) <= BAND * deviation
 

@@ -105,7 +105,7 @@ def main():
     options = parser.parse_args()
     training, test = ((in_patches(images), labels) for images, labels in digits())
     arrays = training[0], numpy.eye(10)[training[1]]
-    data = DistributedDataContainer(arrays, batch_size=BATCH, shuffle=True, seed=2)
+    data = DistributedDataContainer(arrays, batch_size=BATCH, shuffle=True, rng=2)
     params, losses, accuracies = train(initial(), loss, scores, data, test, options.epochs)
     if mpiad.mpi_rank() != 0:
         return

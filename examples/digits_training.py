@@ -98,7 +98,7 @@ def draw_picture(path, losses, accuracies, params, test):
 def main():
     options = parser.parse_args()
     training, test = digits()
-    data = DistributedDataContainer(training, batch_size=BATCH, shuffle=True, seed=2)
+    data = DistributedDataContainer(training, batch_size=BATCH, shuffle=True, rng=2)
     params, losses, accuracies = train(initial(), loss, scores, data, test, options.epochs)
     if mpiad.mpi_rank() != 0:
         return

@@ -124,7 +124,7 @@ def main():
         warmup=options.warmup,
         posterior=posterior,
         objective="sum",
-        seed=1,
+        rng=2,
         quantities={
             "points": lambda m: values_at_points(aquifer, m),
             "heads": lambda m: aquifer.observed(m)[left_out],

@@ -195,7 +195,7 @@ def main():
 
     posterior = laplace_approximation(several, result.x, prior, options.pairs, batch=True)
     tell("its uncertainty, too")
-    samples = posterior.predict(lambda m: aquifer.observed(m)[left_out], options.draws, seed=100)
+    samples = posterior.predict(lambda m: aquifer.observed(m)[left_out], options.draws, rng=3)
     heads = Heads(aquifer.heads[left_out], samples)
     tell("the heads are predicted")
 

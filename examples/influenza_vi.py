@@ -90,11 +90,11 @@ def main():
     start, prior = numpy.log([1.5, 0.5]), [("norm", numpy.log(1.5), 1.0), ("norm", numpy.log(0.5), 1.0)]
     posterior = FullRankGaussian(2, mean=start, sd=0.05)
     optimizer = Adam(lambda k: 0.1 * (1 + numpy.cos(numpy.pi * k / options.n_epochs)) / 2)
-    inference = VI(loss, posterior, prior, optimizer, 1.0, options.n_samples_per_epoch, divergence="path")
+    inference = VI(loss, posterior, prior, optimizer, 1.0, options.n_samples_per_epoch, divergence="path", rng=0)
     result = inference.run(IN_BED, options.n_epochs, n_samples=4000, progress=True)
     if mpiad.mpi_rank() != 0:
         return
-    rates = numpy.exp(result.draw(20000))
+    rates = numpy.exp(result.draw(20000, rng=1))
     for k, name in enumerate(("beta", "gamma")):
         mean, sd = rates[:, k].mean(), rates[:, k].std(ddof=1)
         gap, ratio = abs(mean - reference["mean"][k]) / reference["sd"][k], sd / reference["sd"][k]

@@ -163,7 +163,7 @@ def sampled(problem, posterior, groups, method, chains, samples, warmup, seed):
     start = posterior.sample(seed)
     return sample(
         lambda comm: (problem.misfit, problem.prior, posterior, problem.log_flux),
-        method=method, n_samples=samples, warmup=warmup, seed=seed, start=start, chains=chains, groups=groups,
+        method=method, n_samples=samples, warmup=warmup, rng=seed, start=start, chains=chains, groups=groups,
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def band(best, misfit):
         theta = best + root @ rng.standard_normal(len(best))
         return remake(one, u0=theta[4:], p=theta[:4])
 
-    many = EnsembleProblem(ODEProblem(growth, best[4:], SPAN, best[:4]), prob_func=drawn, seed=SEED)
+    many = EnsembleProblem(ODEProblem(growth, best[4:], SPAN, best[:4]), prob_func=drawn, rng=SEED)
     return solve(many, ensemblealg=OVER_RANKS, trajectories=DRAWS, saveat=0.1, rtol=1e-6, atol=1e-6)
 
 

@@ -147,7 +147,9 @@ def main():
     posterior = Flow(3, layers, mean=-2.0, sd=0.5)
     optimizer = AdamW(options.learning_rate)
     devices = options.device_ids
-    inference = VI(loss, posterior, ("norm", -2.0, 1.0), optimizer, 100.0, options.n_samples_per_epoch, devices=devices)
+    inference = VI(
+        loss, posterior, ("norm", -2.0, 1.0), optimizer, 100.0, options.n_samples_per_epoch, devices=devices, rng=0
+    )
     result = inference.run(data, options.n_epochs, n_samples=400, progress=True)
     if mpiad.mpi_rank() != 0:
         return

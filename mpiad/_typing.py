@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 # NumPy arrays, autograd boxes and device arrays have no common static type.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
@@ -30,6 +32,9 @@ Shared: TypeAlias = bool | tuple[bool, ...]
 """Whether the differentiated argument is one variable of all ranks; a tuple has a boolean for each index in `Argnum`."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
+
+Rng: TypeAlias = np.random.Generator | np.random.SeedSequence | int | None
+"""The source of a call's random numbers; None for the entropy of the system, drawn on the root."""
 
 LocalArray: TypeAlias = Array
 """An array that differs between ranks, for example a part of a distributed array."""

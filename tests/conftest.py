@@ -25,6 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import count
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -42,6 +43,7 @@ from time_limit import TimeLimit, open_report
 from mpiad import mpi_init
 from mpiad.compiling import cache as kernel_cache
 from mpiad.transport import channel
+from mpiad.transport.core import random_keys
 from mpiad.transport.watch import switch
 from mpiad.transport.watch.watch_settings import Settings, present
 
@@ -283,6 +285,12 @@ def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Compile kernels with LLVM's optimizations, or without."""
     if _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
         monkeypatch.setattr(kernel_cache, "optimization_level", 0)
+
+
+@pytest.fixture(autouse=True)
+def entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call with ``rng=None`` draw other numbers, but the same ones in each run, so that a failure recurs."""
+    monkeypatch.setattr(random_keys, "entropy", count(2**64).__next__)
 
 
 @pytest.fixture(autouse=True)

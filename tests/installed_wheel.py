@@ -10,14 +10,18 @@ the tree. It needs an index for the packages that these environments take, and e
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
@@ -76,10 +80,30 @@ def check_contents(wheel: Path) -> None:
         raise SystemExit(f"{wheel.name}: links of the README that an index can't follow: {nowhere}")
 
 
+def commands_of_recipes() -> list[str]:
+    """Return the test commands of the conda recipe and the Spack package."""
+    recipe = yaml.safe_load((ROOT / "distribution" / "conda" / "recipe.yaml").read_text())
+    tree = ast.parse((ROOT / "distribution" / "spack" / "package.py").read_text())
+    (modules,) = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and node.targets[0].id == "import_modules"
+    ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    commands = [f"python -c 'import {name}'" for name in ast.literal_eval(modules)]
+    commands += [
+        shlex.join(["python", *map(ast.literal_eval, c.args)]) for c in calls if getattr(c.func, "id", "") == "python"
+    ]
+    for test in recipe["tests"]:
+        commands += [f"python -c 'import {name}'" for name in test.get("python", {}).get("imports", [])]
+        commands += test.get("script", [])
+    return list(dict.fromkeys(commands))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--extras", default="mpich", help="extras that are installed with the wheel")
-    extras = parser.parse_args().extras
+    parser.add_argument("--dist", type=Path, help="a folder to which the distributions are copied")
+    options = parser.parse_args()
+    extras = options.extras
     with tempfile.TemporaryDirectory(prefix="mpiad-wheel-") as name:
         place = Path(name)
         shutil.copytree(ROOT, place / "tree", ignore=LEFT_OUT)
@@ -88,11 +112,19 @@ def main() -> None:
         built = sorted((place / "dist").iterdir())
         run(tools / "python", "-m", "twine", "check", "--strict", *built, cwd=place)
         (wheel,) = [path for path in built if path.suffix == ".whl"]
+        (source,) = [path for path in built if path.name.endswith(".tar.gz")]
         check_contents(wheel)
         fresh = environment(place / "fresh", f"{wheel}[{extras}]")
         run(fresh / "mpiexec", "-n", "2", fresh / "python", "-m", "mpiad", cwd=place, seconds=120)
         (place / "gradient.py").write_text(PROGRAM)
         run(fresh / "mpiexec", "-n", "2", fresh / "python", "gradient.py", cwd=place, seconds=120)
+        # What the conda recipe and the Spack package test, in an environment of the source distribution.
+        from_source = environment(place / "source", f"{source}[{extras}]")
+        for command in commands_of_recipes():
+            program, *arguments = shlex.split(command)
+            run(from_source / program, *arguments, cwd=place, seconds=120)
+        if options.dist is not None:
+            shutil.copytree(place / "dist", options.dist, dirs_exist_ok=True)
     print(f"built, checked and run: {', '.join(path.name for path in built)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_all_that_happens_is_a_line_of_the_table(
     # Slow memory between the first two programs, and others at work at the end.
     states = [(10.0, 5.0, 1.0), (25.0, 5.0, 1.0), (10.0, 5.0, 1.0), (10.0, 5.5, 1.0), (10.0, 5.0, 0.4)]
     monkeypatch.setattr(machine, "probe", lambda: machine.State(*states.pop(0)))
-    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--history", str(tmp_path / "history")])
     run.main()
     lines = [line.split("|")[1:-1] for line in capfd.readouterr().out.splitlines() if line.startswith("|")]
     table = [[cell.strip() for cell in line] for line in lines]
@@ -51,3 +52,64 @@ def test_all_that_happens_is_a_line_of_the_table(
         ["endless.py, 1 rank", "", "", "not finished in 2 s", "quiet"],
         ["silent.py, 1 rank", "", "", "finished", "40% of a core"],
     ]
+    (path,) = (tmp_path / "history").glob("*.json")
+    written = json.loads(path.read_text())
+    assert written["commit"][:12] in path.name and written["best"] == [10.0, 5.0, 1.0]
+    assert written["figures"][2] == {
+        "job": "good.py, 1 rank", "line": "no aim", "value": 12345.6, "state": "memory × 2.5"
+    }  # fmt: skip
+    assert len(written["figures"]) == 4
+
+
+def run_of(commit: str, time: float, value: float, **changes: object) -> dict:
+    """A run with one figure that varies and one that doesn't."""
+    figures = [("wave.py, 1 rank", "gradient", value, "quiet"), ("vi.py, 2 ranks", "speed", 1.9, "memory × 2.0")]
+    names = ("job", "line", "value", "state")
+    found = {"commit": commit, "changed": False, "time": time, "machine": "one", "best": [], **changes}
+    return found | {"figures": [dict(zip(names, figure)) for figure in figures]}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "newest, flagged, code",
+    [
+        (run_of("e", 9, 1.05), [], 0),
+        (run_of("e", 9, 1.2), ["gradient"], 1),  # the median of 0.9, 1.0, 1.1 is 1
+        (run_of("e", 9, 0.8), ["gradient"], 1),
+        (run_of("e", 9, 1.2, machine="two"), [], 0),  # whose only run before is of another kind
+        (run_of("a", 9, 1.2), ["gradient"], 1),  # its own commit doesn't count: the median of 1.0 and 1.1 is 1.05
+        (run_of("c", 9, 5.3, machine="three"), [], 0),  # compared with no run
+    ],
+)
+def test_steps_against_the_runs_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, newest: dict, flagged: list, code: int
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    history = importlib.import_module("history")
+    runs = [run_of("a", 1, 0.9), run_of("b", 2, 1.0), run_of("c", 3, 1.1), run_of("d", 4, 5.3, machine="three"), newest]
+    runs[3] = {**runs[3], "commit": newest["commit"]} if newest["machine"] == "three" else runs[3]
+    for k, run in enumerate(runs):
+        (tmp_path / f"{k}.json").write_text(json.dumps(run))
+    assert [step.figure.line for step in history.steps(history.read(tmp_path))] == flagged
+    picture = tmp_path / "history.png"
+    monkeypatch.setattr(sys, "argv", ["history.py", "--folder", str(tmp_path), "--picture", str(picture)])
+    with pytest.raises(SystemExit) as ended:
+        history.main()
+    assert ended.value.code == code and picture.stat().st_size > 1000
+    assert f"{len(flagged)} of 2 figures changed by more than 10%" in capsys.readouterr().out
+
+
+@pytest.mark.serial
+def test_steps_while_the_machine_was_slow_are_shown_but_not_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    history = importlib.import_module("history")
+    newest = run_of("e", 9, 1.0)
+    newest["figures"][1]["value"] = 0.9
+    for k, run in enumerate([run_of("a", 1, 1.0), newest]):
+        (tmp_path / f"{k}.json").write_text(json.dumps(run))
+    monkeypatch.setattr(sys, "argv", ["history.py", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        history.main()
+    assert ended.value.code == 0 and "(-53%; memory × 2.0)" in capsys.readouterr().out

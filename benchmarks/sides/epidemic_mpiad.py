@@ -33,7 +33,7 @@ begin = time.perf_counter()
 posterior = FullRankGaussian(2, epidemic.START, epidemic.WIDTH)
 optimizer = Adam(lambda k: epidemic.rate(k, options.epochs))
 prior = [("norm", center, 1.0) for center in epidemic.START]
-inference = VI(loss, posterior, prior, optimizer, 1.0, options.draws, divergence="path")
+inference = VI(loss, posterior, prior, optimizer, 1.0, options.draws, divergence="path", rng=0)
 params = inference.run(y, options.epochs).params
 mean, covariance = posterior.moments(params)
 if mpiad.mpi_rank() == 0:

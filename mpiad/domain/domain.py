@@ -14,7 +14,7 @@ import scipy
 from autograd.tracer import getval
 
 from mpiad import higher_layers
-from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, RootArray, Shape, Tree
+from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, Rng, RootArray, Shape, Tree
 from mpiad.domain import (
     field_exchange,
     interpolation,
@@ -826,16 +826,17 @@ class Domain(Decomposition):
             tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
         )  # fmt: skip
 
-    def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
+    def normal(self, rng: Rng = None, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.
 
-        The number of a cell is the Box-Muller transform of two numbers of a counter-based generator. It depends only on the
-        seed and the cell's index in the grid, and not on the number of ranks.
+        The number of a cell is the Box-Muller transform of two numbers of a counter-based generator, whose key is drawn
+        from `rng`. It depends only on the key and the cell's index in the grid, and not on the number of ranks.
 
         Parameters
         ----------
-        seed : int
-            Zero or more.
+        rng : Generator, SeedSequence or int, optional
+            The source of the key, the same on all ranks; each call advances a Generator by 128 bits. For None the root
+            draws the key from the system's entropy.
         shape : tuple of int
             Leading axes, for several independent fields.
 
@@ -846,12 +847,12 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If `seed` isn't an integer from 0 to 2**128 - 1. On all ranks, under ``MPIAD_DEBUG=1``, if arguments differ.
+            If `rng` is none of the above. On all ranks, under ``MPIAD_DEBUG=1``, if arguments differ.
 
         Ranks
         -----
-        All ranks call it with the same seed and shape. It communicates only under ``MPIAD_DEBUG=1``, to compare the
-        arguments.
+        All ranks call it with the same rng and shape. It communicates only for ``rng=None``, and under ``MPIAD_DEBUG=1``
+        to compare the arguments.
 
         Adjoint
         -------
@@ -861,7 +862,7 @@ class Domain(Decomposition):
         ----------
         J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11 (2011).
         """
-        return random_fields.normal(self, seed, shape)
+        return random_fields.normal(self, rng, shape)
 
     def save(self, path: str | PathLike[str], u: LocalArray) -> None:
         """Write a field atomically to one file, which `numpy.load` reads as the whole array.

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import operator
 
 import numpy as np
 
-from mpiad._typing import LocalArray, Shape
+from mpiad._typing import LocalArray, Rng, Shape
 from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.core.agreement import require_same
+from mpiad.transport.core.random_keys import shared_key
 from mpiad.transport.watch import watch_settings
 
 _UNIT = 2.0**-53  # uniform numbers have 53 random bits, like NumPy's
 
 
-def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
+def normal(domain: Decomposition, rng: Rng, shape: Shape) -> LocalArray:
     """See `Domain.normal`."""
-    key = operator.index(seed)
-    if not 0 <= key < 2**128:
-        raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
+    key = shared_key(rng, domain._channel, "Domain.normal", compare=watch_settings.debug())
     if watch_settings.debug():
-        require_same(domain._channel, f"seed={key}, shape={shape}", "Domain.normal")
+        require_same(domain._channel, f"shape={shape}", "Domain.normal")
     # This counter-based generator computes any element of its sequence directly.
     generator = np.random.Philox(key=key)
     count, (*rows, last) = math.prod(shape), domain.owned

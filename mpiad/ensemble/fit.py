@@ -13,7 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Function, Shape, Tree
+from mpiad._typing import Array, Function, Rng, Shape, Tree
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, save_times, two_at_least
@@ -22,7 +22,7 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
-from mpiad.ensemble.members import as_state, master_seed, members
+from mpiad.ensemble.members import as_state, key_of, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -37,6 +37,7 @@ from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all, raising_together
+from mpiad.transport.core.random_keys import generator_of, shared_key
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -461,11 +462,12 @@ class FitArguments(NamedTuple):
     x_scale: Array | str
     max_nfev: int | None
     starts: int | None
-    seed: int
+    key: int  # of the starting points
+    ensemble_key: int  # of the trajectories' generators
 
 
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "seed")
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "key", "ensemble_key")
 _SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
@@ -484,7 +486,7 @@ class FitPlan(NamedTuple):
     def redrawn(self, fits: Array, attempt: int) -> Array:
         """Return other starting points of some fits, independent of all other fits."""
         points = [
-            np.random.default_rng([self.arguments.seed, *divmod(fit, self.starts), attempt + 1]).uniform(size=lower.shape)
+            generator_of(self.arguments.key, *divmod(fit, self.starts), attempt + 1).uniform(size=lower.shape)
             for fit, lower in zip(fits.tolist(), self.lower[fits])
         ]
         return self.lower[fits] + np.array(points) * (self.upper - self.lower)[fits]
@@ -531,7 +533,6 @@ def planned(arguments: FitArguments) -> FitPlan:
     lower, upper = _bounds(arguments.bounds, start)
     scale, stopping = _scale(arguments.x_scale, start), _stopping(arguments, start.shape[1])
     plan = FitPlan(arguments, options, start, lower, upper, scale, stopping, 1)
-    positive_count(arguments.seed, "fit: seed", 0)
     return plan if arguments.starts is None else _with_starts(plan, positive_count(arguments.starts, "fit: starts"))
 
 
@@ -547,7 +548,7 @@ def _with_starts(plan: FitPlan, starts: int) -> FitPlan:
     count, m = plan.start.shape
     points = np.empty((count, starts, m))
     for i in range(count):
-        rng = np.random.default_rng([plan.arguments.seed, i])
+        rng = generator_of(plan.arguments.key, i)
         strata = rng.permuted(np.tile(np.arange(starts), (m, 1)), axis=1).T
         fractions = (strata + rng.uniform(size=(starts, m))) / starts
         points[i] = plan.lower[i] + fractions * (plan.upper - plan.lower)[i]
@@ -641,7 +642,7 @@ def fit(
     batch_size: int | None = None,
     compile: str | bool = "auto",
     starts: int | None = None,
-    seed: int = 0,
+    rng: Rng = None,
     **others: Any,
 ) -> FitResult:
     """Fit each trajectory of an ensemble to its own data by least squares, all fits at once.
@@ -698,8 +699,8 @@ def fit(
     starts : int, optional
         The number of starting points per trajectory, in a box of finite `bounds`: p0, and points of a Latin hypercube. A
         starting point at which the model fails is drawn again, up to 20 times. All fits run together, and over all ranks.
-    seed : int
-        Seed of the starting points, which don't depend on the backend.
+    rng : Generator, SeedSequence or int, optional
+        The source of the starting points, which don't depend on the backend or the number of ranks.
 
     Returns
     -------
@@ -752,9 +753,11 @@ def fit(
         batch_size=batch_size,
     )
     stopping = ftol, xtol, gtol, x_scale, max_nfev
-    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, seed)
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
     group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
+    points_key = 0 if starts is None else shared_key(rng, group, "fit", compare=False)
+    keys = points_key, key_of(ensemble, group, "fit")
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, *keys)
     plan = planned(arguments) if group is None else planned_together(group, arguments)
     count = len(plan.start)
     compiler = Compiler(plan.options.compile, plan.options.backend, count, group, solves=_SOLVES)
@@ -789,10 +792,9 @@ def _share(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
 
 def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
-    seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
     owners = np.arange(numbers.start, numbers.stop) // plan.starts  # the trajectories of the fits
     first, last = (int(owners[0]), int(owners[-1]) + 1) if len(owners) else (0, 0)
-    batch = members(ensemble, range(first + 1, last + 1), 1, seed, len(plan.start) // plan.starts)
+    batch = members(ensemble, range(first + 1, last + 1), 1, plan.arguments.ensemble_key, len(plan.start) // plan.starts)
     if plan.starts > 1:
         batch = batch.share(owners - first)
     if batch.traced or is_on_device(batch):

@@ -5,42 +5,44 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Scalar, Tree
+from mpiad._typing import Array, Function, Scalar, Tree
 from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters, repeated
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.pytrees import flatten, leaf_paths
+from mpiad.transport import Channel
 from mpiad.transport.core.buffers import conversion
+from mpiad.transport.core.random_keys import generator_of, shared_key
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
-def master_seed(seed: int | None) -> int:
-    """Return the seed from which the generators of all trajectories are derived: `seed`, or a random one."""
-    return np.random.SeedSequence(seed).entropy  # type: ignore[return-value]
+def key_of(problem: object, channel: Channel | None, call: str) -> int:
+    """Return the key that a solve draws for the generators of its trajectories; 0 if it draws no random numbers."""
+    takes_generator = isinstance(problem, EnsembleProblem) and _takes_generator(problem.prob_func)
+    return shared_key(problem.rng, channel, call, compare=False) if takes_generator else 0  # type: ignore[attr-defined]
 
 
-def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
-    """Return the random generator of trajectory i in repetition `repeat`, both counted from 1."""
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
+def _takes_generator(fun: Function | None) -> bool:
+    try:
+        return fun is not None and "rng" in inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return False
 
 
-def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
+def members(ensemble: EnsembleProblem, numbers: range, repeat: int, key: int, count: int) -> Batch:
     """Return a batch of the trajectories `numbers` of an ensemble of `count`; trajectories and `repeat` count from 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
-    fun, takes_generator = ensemble.prob_func, False
-    with suppress(TypeError, ValueError):  # some built-in functions have no signature
-        takes_generator = "rng" in inspect.signature(fun).parameters
+    fun, takes_generator = ensemble.prob_func, _takes_generator(ensemble.prob_func)
 
     def problem_of(i: int) -> ODEProblem:
-        keywords = {"rng": generator(seed, i, repeat)} if takes_generator else {}
+        keywords = {"rng": generator_of(key, i, repeat)} if takes_generator else {}
         return _checked(fun(ensemble.problem, i, repeat, **keywords), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
@@ -52,10 +54,10 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
     return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
-def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
+def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, key: int, count: int) -> tuple[Batch, Batch]:
     """Return a rank's batch, and a batch for shapes and times: the same one, or trajectory 1 if the rank has none."""
     empty = not len(numbers) and count > 0
-    template = members(ensemble, range(1, 2) if empty else numbers, repeat, seed, count)
+    template = members(ensemble, range(1, 2) if empty else numbers, repeat, key, count)
     return template.share(slice(0, 0)) if empty else template, template
 
 

@@ -13,7 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Rng, Tree
 from mpiad.compiling.function_fingerprint import text_of
 from mpiad.pytrees import flatten
 from mpiad.transport.core.agreement import fingerprint
@@ -138,8 +138,9 @@ class EnsembleProblem(KernelSources):
     reduction : callable, optional
         ``reduction(u, batch, I)`` adds the outputs `batch` of the trajectories I to the accumulated value u, and returns
         the new value and whether to stop early. Initially u is `u_init`, or an empty list.
-    seed : int, optional
-        Seed from which the generators of all trajectories are derived, independently of the backend.
+    rng : Generator, SeedSequence or int, optional
+        The source of a key, drawn once per solve, from which the generators of all trajectories are derived, independently
+        of the backend and of the number of ranks.
     u0 : array, shape (N, d), optional
         Initial states of the trajectories, instead of a `prob_func`.
     p : array, shape (N, m), or pytree of arrays with N rows, optional
@@ -167,7 +168,7 @@ class EnsembleProblem(KernelSources):
     prob_func: Function | None = None
     output_func: Function | None = None
     reduction: Function | None = None
-    seed: int | None = None
+    rng: Rng = None
     u0: Array = None
     p: Array = None
     u_init: Any = None

@@ -36,7 +36,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
-from mpiad.ensemble.members import initial_states, master_seed, own_members
+from mpiad.ensemble.members import initial_states, key_of, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -216,12 +216,12 @@ def solve(
     if single:
         serial = isinstance(options.backend, EnsembleSerial)
         options = options._replace(problem=options.ensemble, ensemblealg=options.backend if serial else _VECTORIZED)
-    compiler = Compiler(compile, options.backend, options.count, group)
+    compiler, key = Compiler(compile, options.backend, options.count, group), key_of(problem, group, "ensemble.solve")
     if shared is not None and isinstance(ensemblealg, EnsembleMPI):
-        sol = _over_ranks(options, compiler, ensemblealg, shared)
+        sol = _over_ranks(options, compiler, ensemblealg, shared, key)
     else:
         with compiler:
-            sol = _ensemble(options, compiler, range(1, options.count + 1), options.progress and not single)
+            sol = _ensemble(options, compiler, range(1, options.count + 1), key, options.progress and not single)
         if group is not None:
             compiler.log_warnings([compiler.warnings], 0)
             compiler.record(sol.naccept + sol.nreject)
@@ -233,7 +233,9 @@ def solve(
     return sol[0] if single else unshared(sol)
 
 
-def _over_ranks(options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, channel: Channel) -> EnsembleSolution:
+def _over_ranks(
+    options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, channel: Channel, key: int
+) -> EnsembleSolution:
     """Solve an ensemble over the ranks of a communicator; collective. An exception of one rank is raised on all ranks."""
     # Nothing is communicated while trajectories are solved. Afterwards states are gathered by `mpi_allgather`, whose
     # adjoint returns to each rank the cotangents of its share.
@@ -243,7 +245,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, cha
     share: EnsembleSolution | BaseException
     try:
         with compiler:
-            share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and channel.rank == 0)
+            share = _ensemble(options, compiler, range(first + 1, last + 1), key, options.progress and channel.rank == 0)
     except FAILURES as error:  # raised on all ranks together
         share = error
     traced = not isinstance(share, BaseException) and isbox(share.u_end)
@@ -278,10 +280,9 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, cha
     return gathered(channel, mpi.comm, share, outcomes, start, bool(options.events), outputs)
 
 
-def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
+def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: int, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, numbered from 1."""
     problem = options.ensemble
-    seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
         with bar.get_lock():  # threads may solve shares
@@ -289,7 +290,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
-        batch, template = own_members(problem, numbers, repeat, seed, options.count)
+        batch, template = own_members(problem, numbers, repeat, key, options.count)
         sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
         if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.

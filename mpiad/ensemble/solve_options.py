@@ -193,11 +193,16 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
     return alike_on_all(channel, lambda: checked_options(arguments), described, "solve")
 
 
+def _source(rng: object) -> object:
+    # The texts of generators contain addresses.
+    return rng if rng is None or isinstance(rng, (int, np.integer)) else type(rng).__name__
+
+
 def _kind(problem: object) -> str:
     """Return a text with the properties of a problem that determine the communication."""
     names = ("prob_func", "output_func", "reduction", "u0", "p", "tspan")
     parts = [name for name in names if getattr(problem, name, None) is not None]
-    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
+    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, rng={_source(getattr(problem, 'rng', None))}"
 
 
 def _mass_of(options: SolveOptions) -> Array | None:

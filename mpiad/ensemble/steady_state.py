@@ -26,7 +26,7 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_leaves
-from mpiad.ensemble.members import master_seed, own_members
+from mpiad.ensemble.members import key_of, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of, remake
@@ -659,7 +659,8 @@ def steady_state(
     else:
         options = _checked(arguments, max_iters)
         compiler = Compiler(options.compile, options.backend, options.count)
-        solution = _find(options, max_iters, compiler, range(options.count))
+        key = key_of(problem, None, "ensemble.steady_state")
+        solution = _find(options, max_iters, compiler, range(options.count), key)
         solution = replace(solution, _problem=problem)
         report("steady_state", "trajectories", solution.retcode, compiler.not_finite)
     if not isinstance(problem, ODEProblem):
@@ -671,9 +672,9 @@ def steady_state(
 def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, channel: Channel) -> SteadyStateSolution:
     options = _checked_together(channel, arguments, max_iters)
     compiler = Compiler(options.compile, options.backend, options.count, channel)
-    bounds = mpi.bounds(options.count, channel.size)
+    bounds, key = mpi.bounds(options.count, channel.size), key_of(arguments.problem, channel, "ensemble.steady_state")
     with raising_together(channel, Exception), compiler:
-        share = _find(options, max_iters, compiler, range(bounds[channel.rank], bounds[channel.rank + 1]))
+        share = _find(options, max_iters, compiler, range(bounds[channel.rank], bounds[channel.rank + 1]), key)
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
     texts = compiler.warnings, compiler.not_finite
@@ -691,9 +692,9 @@ def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, chann
     return SteadyStateSolution(u, retcodes, *rest, arguments.problem)
 
 
-def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range) -> SteadyStateSolution:
+def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range, key: int) -> SteadyStateSolution:
     """Search for the steady states of some trajectories, numbered from 0."""
-    traced = _batch(options, numbers)
+    traced = _batch(options, numbers, key)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started, _ = consistent_start(batch, settings.mass, settings.rtol, settings.atol)
@@ -721,10 +722,9 @@ def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: ra
     return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, equations.jacobians.dense(jacobian), indices)
 
 
-def _batch(options: SolveOptions, numbers: range) -> Batch:
+def _batch(options: SolveOptions, numbers: range, key: int) -> Batch:
     ensemble = options.ensemble
-    seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
-    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.count)
+    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, key, options.count)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):

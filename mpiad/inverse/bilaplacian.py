@@ -57,7 +57,7 @@ class Bilaplacian(GaussianPrior):
     --------
     >>> from mpiad.inverse import Bilaplacian
     >>> prior = Bilaplacian(mpiad.Domain((16, 16)), correlation_length=0.3, std=2.0, spacing=1 / 16)
-    >>> print(np.allclose(prior.variance, 4.0), prior.sample(seed=0).shape == prior.domain.local_shape)
+    >>> print(np.allclose(prior.variance, 4.0), prior.sample(rng=0).shape == prior.domain.local_shape)
     True True
     """
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpiad._typing import LocalArray, ReplicatedArray
+from mpiad._typing import LocalArray, ReplicatedArray, Rng
 from mpiad.domain import Domain
 from mpiad.linalg import Multigrid, factorized
 from mpiad.primitives import stop_gradient
@@ -26,6 +26,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.random_keys import shared_key
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -54,7 +55,7 @@ class GaussianPrior:
     --------
     >>> from mpiad.inverse import Bilaplacian, GaussianPrior
     >>> prior = Bilaplacian(mpiad.Domain(32), correlation_length=8.0)
-    >>> m = prior.sample(seed=1)
+    >>> m = prior.sample(rng=1)
     >>> print(isinstance(prior, GaussianPrior), np.allclose(prior.solve(prior.apply(m)), m))
     True True
     """
@@ -103,14 +104,15 @@ class GaussianPrior:
         deviation = m - self.mean
         return 0.5 * self.domain.dot(deviation, self.apply(deviation))
 
-    def sample(self, seed: int) -> LocalArray:
+    def sample(self, rng: Rng = None) -> LocalArray:
         """Return this rank's block of a sample, which is the same field for any number of ranks; collective.
 
-        Raise a ValueError on all ranks if the seeds differ.
+        `rng` is a Generator, a SeedSequence or an int, the same on all ranks, or None for another sample at each call.
+        Raise a TypeError or ValueError on all ranks if it is none of these or differs between ranks.
         """
         call = f"inverse.{type(self).__name__}.sample"
-        require_same(channel(self.domain.comm, call), f"seed={seed}", call)
-        return self.mean + self.sqrt(self.domain.normal(seed, self.noise))
+        key = shared_key(rng, channel(self.domain.comm, call), call)
+        return self.mean + self.sqrt(self.domain.normal(np.random.SeedSequence(key), self.noise))
 
 
 class EllipticSolver:

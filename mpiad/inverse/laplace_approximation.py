@@ -20,9 +20,11 @@ from functools import cached_property
 
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import LocalArray, Rng
 from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
 from mpiad.linalg.eigenpairs import EigenPairs, ritz_pairs, shortcoming
+from mpiad.transport import channel
+from mpiad.transport.core.random_keys import generator_of, shared_key
 
 # Tolerances for negative Ritz values: absolute (for H = R they would all be 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
@@ -72,9 +74,12 @@ class Posterior:
         weights = self.values / (1.0 + self.values) * self.prior.domain.gram(self.vectors, g[None])[:, 0]
         return self.prior.solve(g) - np.tensordot(weights, self.vectors, 1)
 
-    def sample(self, seed: int) -> LocalArray:
-        """Return this rank's block of a sample, which is the same on any number of ranks; collective."""
-        return self.mean + self.narrowed(self.prior.sample(seed) - self.prior.mean)
+    def sample(self, rng: Rng = None) -> LocalArray:
+        """Return this rank's block of a sample, which is the same on any number of ranks; collective.
+
+        `rng`: as for the prior's samples.
+        """
+        return self.mean + self.narrowed(self.prior.sample(rng) - self.prior.mean)
 
     @cached_property
     def duals(self) -> LocalArray:
@@ -95,15 +100,19 @@ class Posterior:
         terms = np.sum(np.log1p(self.values) - self.values / (1.0 + self.values))
         return float(0.5 * terms + self.prior.cost(self.mean))
 
-    def predict(self, fun: Callable[[LocalArray], LocalArray], draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of `fun` at samples with the seeds `seed`, `seed + 1`, ...; collective."""
-        found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
+    def predict(
+        self, fun: Callable[[LocalArray], LocalArray], draws: int, rng: Rng = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of `fun` at samples, drawn with `rng` as the prior's are; collective."""
+        call = "inverse.Posterior.predict"
+        generator = generator_of(shared_key(rng, channel(self.prior.domain.comm, call), call))
+        found = np.stack([np.asarray(fun(self.sample(generator))) for _ in range(draws)])
         return found.mean(axis=0), found.std(axis=0, ddof=1)
 
 
 def laplace_approximation(
     product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, tol: float = 1e-6,
-    ncv: int | None = None, seed: int = 0, batch: bool = False,
+    ncv: int | None = None, rng: Rng = 0, batch: bool = False,
 ) -> Posterior:  # fmt: skip
     """Approximate the posterior by a Gaussian around its most probable field.
 
@@ -123,8 +132,8 @@ def laplace_approximation(
         relative accuracy, since they don't change the posterior.
     ncv : int, optional
         Largest number of products with H, as in `mpiad.linalg.eigsh`.
-    seed : int
-        Seed of the random directions. The directions don't depend on the number of ranks.
+    rng : Generator, SeedSequence or int, optional
+        The source of the random directions, which don't depend on the number of ranks. None: other ones in each call.
     batch : bool
         Whether `product` takes several fields at once, along a first axis, as in `mpiad.linalg.eigsh`.
 
@@ -159,10 +168,15 @@ def laplace_approximation(
     >>> print(posterior.values.shape, domain.max(np.where(measured, posterior.variance, 0.0)) < 0.011)
     (4,) True
     """
-    checked_block(prior.domain, m, "laplace_approximation")
+    call = "laplace_approximation"
+    checked_block(prior.domain, m, call)
+    key = shared_key(rng, channel(prior.domain.comm, call), call)
+
+    def direction(n: int) -> LocalArray:
+        return prior.domain.normal(np.random.SeedSequence(key, spawn_key=(n,)))
+
     pairs, least, _ = ritz_pairs(
-        product, m, k, prior.apply, prior.solve, tol, ncv, lambda n: prior.domain.normal((int(seed) << 32) + n), batch,
-        prior.domain.comm, floor=1.0,
+        product, m, k, prior.apply, prior.solve, tol, ncv, direction, batch, prior.domain.comm, floor=1.0,
     )  # fmt: skip
     largest = np.max(pairs.values, initial=least)
     if not np.all(pairs.residuals <= tol):

@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from numbers import Real
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import threadpoolctl
@@ -34,17 +34,17 @@ from numpy.fft import irfft, rfft
 from scipy.linalg import cholesky, get_blas_funcs, get_lapack_funcs, solve_triangular
 from scipy.signal import lfilter
 
-from mpiad._typing import LocalArray, ReplicatedArray
+from mpiad._typing import LocalArray, ReplicatedArray, Rng
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.shift_invariant_map import ShiftInvariantMap
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_bcast, mpi_gather
 from mpiad.transport import MAX, channel
 from mpiad.transport.core.agreement import FAILURES, raise_together, raising_together, require_alike, require_same
 from mpiad.transport.core.polling import wait_gently
+from mpiad.transport.core.random_keys import generator_of, shared_key
 from mpiad.transport.resources import cores
 
 T = TypeVar("T")
-Rng: TypeAlias = "int | np.random.Generator"
 
 _trsm, _trsv = get_blas_funcs(("trsm", "trsv"), dtype=float)
 (_potrf,) = get_lapack_funcs(("potrf",), dtype=float)
@@ -236,12 +236,12 @@ class LinearPosterior:
         field = self._colored(self.F.T(weights).reshape(self.F.n, -1)).reshape(self.F.shape)
         return _filtered(_filtered(field[::-1], self.correlation)[::-1], self.correlation)
 
-    def _corrected(self, rng: np.random.Generator, count: int) -> LocalArray:
+    def _corrected(self, key: int, number: int, count: int) -> LocalArray:
         """Return a sample of the sources' deviation from the posterior's mean, given the first `count` data."""
-        seeds = mpi_bcast(rng.integers(0, 2**62, self.F.n + 1), comm=self.F.comm)
-        fields = [self.prior.sample(int(seed)) - self.prior.mean for seed in seeds[1:]]
+        generator = generator_of(key, number)
+        errors = generator.standard_normal(self.F.offset.shape)
+        fields = [self.prior.sample(generator) - self.prior.mean for _ in range(self.F.n)]
         m = _filtered(np.stack(fields), self.correlation)
-        errors = np.random.default_rng(int(seeds[0])).standard_normal(self.F.offset.shape)
         d = self.F(m) + errors @ cholesky(self._noise, lower=True).T
         return m - self._pulled(self._solved_first(d.ravel()[:count]) if self._channel.rank == 0 else d)
 
@@ -252,7 +252,7 @@ class LinearPosterior:
         return _trsv(self._lower.T, padded, lower=0, trans=1, overwrite_x=1)[: len(b)]
 
     def variance(
-        self, of: int | np.ndarray | None = None, *, samples: int | None = None, rng: Rng = 0
+        self, of: int | np.ndarray | None = None, *, samples: int | None = None, rng: Rng = None
     ) -> LocalArray | tuple[LocalArray, LocalArray]:
         """Return variances of the posterior for all data, which don't depend on the data; collective.
 
@@ -263,7 +263,8 @@ class LinearPosterior:
             sum of the sources at all times. On at most 4,096 cells.
         samples : int, optional
             Without `of`: the number of samples from which the variances at all times are estimated.
-        rng : int or Generator
+        rng : Generator, SeedSequence or int, optional
+            The source of the samples, the same on all ranks; None: other ones in each call.
 
         Returns
         -------
@@ -274,8 +275,8 @@ class LinearPosterior:
             with raising_together(self._channel):
                 if samples is None or samples < 1:
                     raise ValueError(f"{_CALL}.variance: give of=, a time or weights of times, or the number of samples=.")
-            generator = np.random.default_rng(rng)
-            mean = sum(self._corrected(generator, self._length) ** 2 for _ in range(samples)) / samples
+            key = shared_key(rng, self._channel, f"{_CALL}.variance")
+            mean = sum(self._corrected(key, k, self._length) ** 2 for k in range(samples)) / samples
             return mean, mean * math.sqrt(2.0 / samples)
         domain, n = self.prior.domain, self.F.n
         with raising_together(self._channel):
@@ -338,13 +339,15 @@ class Conditioned:
         """Return this rank's block of the mean at all times, of shape (n, *source.shape); collective at the first use."""
         return self._posterior.prior.mean + self._posterior._pulled(self._white)
 
-    def sample(self, rng: Rng) -> LocalArray:
+    def sample(self, rng: Rng = None) -> LocalArray:
         """Return this rank's block of a sample at all times, the same field on any number of ranks; collective.
 
-        `rng`, a Generator or a seed, is that of the root. A sample of the prior is conditioned by Matheron's rule: see
+        `rng` is a Generator, a SeedSequence or an int, the same on all ranks, or None for another sample at each call. A
+        sample of the prior is conditioned by Matheron's rule: see
         A. Doucet, "A note on efficient conditional simulation of Gaussian distributions" (2010).
         """
-        return self.mean + self._posterior._corrected(np.random.default_rng(rng), len(self._white))
+        key = shared_key(rng, self._posterior._channel, f"{_CALL}.sample")
+        return self.mean + self._posterior._corrected(key, 0, len(self._white))
 
 
 class Prediction(NamedTuple):

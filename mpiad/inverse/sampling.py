@@ -7,6 +7,7 @@ sizes during the warm-up, records misfit, quantities and moments, and writes che
 from __future__ import annotations
 
 import dataclasses
+import glob
 import logging
 import math
 import os
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rng
+from mpiad.checkpoint_files import read_description
 from mpiad.differentiation.objective import check_objective
 from mpiad.inverse import crank_nicolson, delayed_rejection, hamiltonian, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
@@ -37,6 +39,7 @@ from mpiad.progress import progress_bar
 from mpiad.tasks import RankGroups, sum_over
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.random_keys import shared_key
 from mpiad.transport.core.rank_files import RankFiles
 from mpiad.transport.core.rank_groups import rank_groups
 from mpiad.transport.core.tracing import restoring_state
@@ -45,6 +48,7 @@ from mpiad.transport.exits.signals import requested
 _CALL = "inverse.sample"
 _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
+_KEY = "key of rng"  # in the description of a checkpoint
 _UNNAMED = ""  # the name of quantities that aren't a dict
 _REFRESH = 1.0  # seconds between two updates of the progress bar
 _TRIES = 20  # the least number of a stage's proposals for the warning that none was accepted
@@ -130,7 +134,7 @@ class _Settings(NamedTuple):
 
     method: str
     n_samples: int
-    seed: int
+    key: int  # of the random numbers
     warmup: int
     step_size: tuple[float, ...] | None
     objective: str
@@ -156,7 +160,7 @@ def sample(
     *,
     method: str,
     n_samples: int,
-    seed: int = 0,
+    rng: Rng = None,
     start: LocalArray | None = None,
     warmup: int | None = None,
     step_size: float | Sequence[float] | None = None,
@@ -193,9 +197,9 @@ def sample(
           "hmala"; the rest of the field is changed by a further step of "hpcn". Two to four evaluations per sample.
     n_samples : int
         The number of samples after the warm-up.
-    seed : int
-        From 0 to 2⁶⁴ - 1. The random numbers of a step depend on the seed, the chain and the step only, and not on the
-        number of ranks.
+    rng : Generator, SeedSequence or int, optional
+        The source of a key of 128 bits, the same on all ranks; None: other samples in each call. The random numbers of a
+        step depend on the key, the chain and the step only, and not on the number of ranks.
     start : array of shape local_shape, optional
         This rank's block of the field at which all chains start. By default a single chain starts at the mean of the
         Gaussian that `method` refers to, and several chains start at samples of it.
@@ -226,11 +230,12 @@ def sample(
         A folder to which ``Domain.save`` writes every `thin`-th sample of each chain, as ``chain0_000100.npy``.
     thin : int
     checkpoint : path or mpiad.optimize.CheckpointFile, optional
-        A file for the state of each chain, next to which each rank writes its own files, every 10 steps or as set by
-        `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for bit, on the same number of
-        ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain. After SIGTERM, or a signal of
-        `CheckpointFile.signals`, on any rank, its chain writes a checkpoint at the next step and all ranks raise
-        SystemExit; with `groups`, groups whose ranks have no signal first complete all of their chains.
+        A file for the state of each chain and the key of the random numbers, next to which each rank writes its own files,
+        every 10 steps or as set by `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for
+        bit, on the same number of ranks, also with ``rng=None``. A larger `n_samples`, with the same `warmup`,
+        continues a complete chain. After SIGTERM, or a signal of `CheckpointFile.signals`, on any rank, its chain writes a
+        checkpoint at the next step and all ranks raise SystemExit; with `groups`, groups whose ranks have no signal first
+        complete all of their chains.
     progress : bool
         Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
     comm : mpi4py intracommunicator, optional
@@ -283,7 +288,7 @@ def sample(
     >>> misfit = lambda m: 0.5 * domain.sum(measured * (m**3 - 1.0) ** 2) / 0.5**2
     >>> product = lambda v: measured * v * 9.0 / 0.5**2
     >>> posterior = laplace_approximation(product, measured * 1.0, prior, k=2)
-    >>> result = sample(misfit, prior, method="hpcn", n_samples=200, posterior=posterior)
+    >>> result = sample(misfit, prior, method="hpcn", n_samples=200, rng=1, posterior=posterior)
     >>> print(result.misfit.shape, 0.1 < result.acceptance < 0.9)
     (200,) True
     """
@@ -301,7 +306,7 @@ def sample(
             settings = _Settings(
                 method=method,
                 n_samples=n_samples,
-                seed=_integer("seed", seed, 0),
+                key=0,
                 warmup=n_samples // 4 if warmup is None else _integer("warmup", warmup, 0),
                 step_size=None if step_size is None else _step_sizes(method, step_size),
                 objective=objective,
@@ -315,6 +320,9 @@ def sample(
                 problem = _problem(settings.method, start, misfit, prior, posterior, quantities)
             elif prior is not None or posterior is not None:
                 raise TypeError(f"{_CALL}: with groups, build(comm) returns prior and posterior; don't pass them.")
+            written = _written_key(settings.checkpoint) if rng is None and whole.rank == 0 else None
+        key = shared_key(rng, whole, _CALL)
+        settings = settings._replace(key=whole.data.bcast(key if written is None else written, 0))
         given = settings._replace(checkpoint=settings.checkpoint and settings.checkpoint.every)  # type: ignore[arg-type]
         require_same(whole, f"{', '.join(map(repr, given))}, groups={division and division.count}", _CALL)
         shown = settings.progress and whole.rank == 0
@@ -332,6 +340,15 @@ def sample(
                 _log.warning("%s: stopped by signal %d; the same program continues the chains.", _CALL, ended_by)
             raise SystemExit(128 + ended_by)
         return _result(settings, found)
+
+
+def _written_key(checkpoint: CheckpointFile | None) -> int | None:
+    """Return the key of the chains in a checkpoint, or None if none were written."""
+    if checkpoint is None:
+        return None
+    stem, suffix = glob.escape(checkpoint.file.stem), glob.escape(checkpoint.file.suffix)
+    files = sorted(checkpoint.file.parent.glob(f"{stem}.chain*.rank*of*.?{suffix}"))
+    return int(read_description(files[0])[_KEY], 16) if files else None
 
 
 def _step_sizes(method: str, sizes: float | Sequence[float]) -> tuple[float, ...]:
@@ -477,7 +494,7 @@ def _begin(problem: _Problem, settings: _Settings, number: int, solve: Solve, ch
     require_same(channel, f"start={start}, quantities={list(problem.quantities)}", _CALL)
     field = reference.mean if problem.start is None else problem.start
     if problem.start is None and settings.chains is not None:
-        field = field + reference.narrowed(Draw(reference.prior, settings.seed, number, 0).deviation())
+        field = field + reference.narrowed(Draw(reference.prior, settings.key, number, 0).deviation())
     program = Program(problem.misfit, None, None, (), settings.objective, 0)
     evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, channel)
     target = Target(evaluation, reference, method.slope)
@@ -518,7 +535,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
         began = time.perf_counter() - chain.seconds
         for step in range(first + 1, total + 1):
             target.solves[:], before = 0, chain.state.field
-            draw, count = Draw(prior, settings.seed, number, step), step - settings.warmup
+            draw, count = Draw(prior, settings.key, number, step), step - settings.warmup
             chain.state, chances, accepted = method.step(target, chain.state, chain.sizes, draw)
             if count > 0:
                 chain.tries += np.isfinite(chances)
@@ -552,8 +569,9 @@ def _identity(problem: _Problem, settings: _Settings, number: int, first: State)
     """Return the description of a chain; a sample of the prior identifies its covariance; collective."""
     reference = problem.reference
     deviation = Draw(reference.prior, 0, 0, 0).deviation()
-    return {name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")} | {
+    return {name: getattr(settings, name) for name in ("method", "warmup", "step_size", "objective")} | {
         "chain": number,
+        _KEY: f"{settings.key:#x}",
         "grid": reference.prior.domain.shape,
         "quantities": list(problem.quantities),
         "misfit at the start": f"{first.misfit:.6g}",

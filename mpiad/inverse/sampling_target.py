@@ -20,6 +20,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.laplace_approximation import Posterior
 from mpiad.optimize.objective_evaluation import Evaluation
+from mpiad.transport.core.random_keys import generator_of
 
 
 class MisfitEvaluation(Evaluation):
@@ -85,16 +86,16 @@ class Target:
 
 
 class Draw:
-    """The random numbers of a step, which depend on the seed, the chain and the step only."""
+    """The random numbers of a step, which depend on the key, the chain and the step only."""
 
-    def __init__(self, prior: GaussianPrior, seed: int, chain: int, step: int):
-        self.random = np.random.default_rng([seed, chain, step])
-        # These seeds differ from those that users pass to `prior.sample`, also if `seed` is 0.
-        self._prior, self._key = prior, ((seed << 64) or (1 << 63)) + (chain << 40) + 2 * step
+    def __init__(self, prior: GaussianPrior, key: int, chain: int, step: int):
+        self.random = generator_of(key, chain, step)
+        self._prior, self._key, self._numbers = prior, key, (chain, step)
 
     def deviation(self, second: bool = False) -> LocalArray:
         """Return the first or the second sample of the prior without its mean, by one solve; collective."""
-        return self._prior.sqrt(self._prior.domain.normal(self._key + second, self._prior.noise))
+        sequence = np.random.SeedSequence(self._key, spawn_key=(*self._numbers, int(second)))
+        return self._prior.sqrt(self._prior.domain.normal(sequence, self._prior.noise))
 
     def accepts(self, log_ratio: float) -> tuple[float, bool]:
         """Return the chance min(1, exp(log_ratio)) of a proposal, 0 for NaN, and whether it is accepted."""

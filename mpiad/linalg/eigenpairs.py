@@ -27,13 +27,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, LocalArray
+from mpiad._typing import Comm, LocalArray, Rng
 from mpiad.errors import ConvergenceError
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.collectives import allreduce
+from mpiad.transport.core.random_keys import generator_of, shared_key
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.user_failures import DeferredFailures
 
@@ -86,7 +87,7 @@ def eigsh(
     mass_solve: Product | None = None,
     tol: float = 1e-6,
     ncv: int | None = None,
-    seed: int | Callable[[int], LocalArray] = 0,
+    rng: Rng | Callable[[int], LocalArray] = 0,
     batch: bool = False,
     comm: Comm = None,
 ) -> EigenPairs:
@@ -108,9 +109,10 @@ def eigsh(
         `tol`, and near `tol` squared if the eigenvalue is well separated.
     ncv : int, optional
         Largest number of vectors to which A is applied. The basis of about `ncv` vectors is kept; default 10 k + 100.
-    seed : int or callable
-        Seed of the random directions, or a function: ``seed(n)`` returns this rank's part of direction n = 0, 1, .... With
-        ``seed=domain.normal``, for example, the results don't depend on the number of ranks.
+    rng : Generator, SeedSequence, int or callable, optional
+        The source of the random directions, the same on all ranks; None: other ones in each call. Or a function:
+        ``rng(n)`` returns this rank's part of direction n = 0, 1, .... With ``rng=domain.normal``, for example, the results
+        don't depend on the number of ranks.
     batch : bool
         Whether `product`, `mass` and `mass_solve` take several vectors at once, along a first axis, like the products of
         `linearize` and `make_hvp` with ``batch=True``. They then get blocks of up to 8 vectors.
@@ -135,7 +137,7 @@ def eigsh(
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same k, tol, ncv and seed.
+    All ranks of `comm` call it, with the same k, tol, ncv and rng.
 
     Adjoint
     -------
@@ -150,7 +152,7 @@ def eigsh(
     >>> print(pairs.values.round(6), np.all(pairs.residuals < 1e-6))
     [4. 2.] True
     """
-    pairs, _, history = ritz_pairs(product, like, k, mass, mass_solve, tol, ncv, seed, batch, comm)
+    pairs, _, history = ritz_pairs(product, like, k, mass, mass_solve, tol, ncv, rng, batch, comm)
     if not np.all(pairs.residuals <= tol):
         raise agreed(channel(comm, _CALL), ConvergenceError(f"{_CALL}: {shortcoming(pairs, tol)}", history))
     return pairs
@@ -170,16 +172,19 @@ def shortcoming(pairs: EigenPairs, tol: float) -> str:
 
 def ritz_pairs(
     product: Product, like: LocalArray, k: int, mass: Product | None, mass_solve: Product | None, tol: float,
-    ncv: int | None, seed: int | Callable[[int], LocalArray], batch: bool, comm: Comm, floor: float = 0.0,
+    ncv: int | None, rng: Rng | Callable[[int], LocalArray], batch: bool, comm: Comm, floor: float = 0.0,
 ) -> tuple[EigenPairs, float, list[float]]:  # fmt: skip
     """Return pairs, converged or not, the smallest Ritz value, the history; residuals are relative to max(|λ|, floor)."""
     group, like = channel(comm, _CALL), np.asarray(stop_gradient(like))
-    size, limit = _checked_sizes(group, like, k, ncv, tol, seed, mass, mass_solve, batch)
+    size, limit = _checked_sizes(group, like, k, ncv, tol, rng, mass, mass_solve, batch)
     block_size, history, is_random, settled = _BATCH if batch else _BLOCK, [], True, np.full(k, np.nan)
-    key, numbers = np.array([0 if callable(seed) else int(seed), group.rank], np.uint64), itertools.count()
-    normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
-    draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
-    functions = {"seed": draw, "product": product, "mass": mass, "mass_solve": mass_solve}
+    if callable(rng):
+        numbers = itertools.count()
+        draw = lambda _: rng(next(numbers))  # noqa: E731
+    else:
+        generator = generator_of(shared_key(rng, group, _CALL), group.rank)
+        draw = lambda v: generator.standard_normal(v.shape)  # noqa: E731
+    functions = {"rng": draw, "product": product, "mass": mass, "mass_solve": mass_solve}
     space = _KrylovSpace(group, like.shape, functions, batch)
     with restoring_state(), suspended():
         block = space.add_random(min(block_size, size))
@@ -213,7 +218,7 @@ def ritz_pairs(
 
 
 def _checked_sizes(
-    group: Channel, like: np.ndarray, k: int, ncv: int | None, tol: float, seed: object, mass: Product | None,
+    group: Channel, like: np.ndarray, k: int, ncv: int | None, tol: float, rng: object, mass: Product | None,
     mass_solve: Product | None, batch: bool,
 ) -> tuple[int, int]:  # fmt: skip
     """Return the length of a vector, and the largest number of products; raise an error on all ranks."""
@@ -227,11 +232,9 @@ def _checked_sizes(
             raise ValueError(f"{_CALL}: k must be at least 1 and at most ncv={limit}, but got {k}.")
         if not (isinstance(tol, (int, float, np.number)) and 0.0 < tol < 1.0):
             raise ValueError(f"{_CALL}: tol must be a number between 0 and 1, but got {tol!r}.")
-        if not (callable(seed) or isinstance(seed, (int, np.integer))):
-            raise TypeError(f"{_CALL}: seed must be an integer or a function, but got {type(seed).__name__}.")
         if (mass is None) != (mass_solve is None):
             raise ValueError(f"{_CALL}: mass and mass_solve must be passed together, but got only one of them.")
-    given = f"seed={'a function' if callable(seed) else seed}, mass={'given' if mass else None}, batch={batch}"
+    given = f"rng={'a function' if callable(rng) else 'a source'}, mass={'given' if mass else None}, batch={batch}"
     require_same(group, f"k={k}, tol={tol}, ncv={ncv}, {given}", _CALL)
     size = int(_total(group, np.array([float(like.size)]))[0])
     if k > size:
@@ -249,7 +252,7 @@ class _KrylovSpace:
 
     def add_random(self, count: int) -> list[int]:
         """Add random directions, orthogonal to those that A was applied to; return their positions in the basis."""
-        vectors = self._images("seed", np.zeros((count, self.basis.shape[1])))
+        vectors = self._images("rng", np.zeros((count, self.basis.shape[1])))
         return self._rotated(self._add(vectors, self._images("mass", vectors), 0.0))
 
     def images(self, count: int) -> list[int]:
@@ -325,7 +328,7 @@ class _KrylovSpace:
         function = self.functions[name]
         if function is None:
             return vectors
-        blocks, batch = vectors.reshape(len(vectors), *self.shape), self.batch and name != "seed"
+        blocks, batch = vectors.reshape(len(vectors), *self.shape), self.batch and name != "rng"
         images, width = np.zeros(blocks.shape), _BATCH if batch else 1
         for j in range(0, len(blocks), width):
             part = blocks[j : j + width] if batch else blocks[j]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from os import PathLike
 from pathlib import Path
@@ -79,6 +80,10 @@ def as_checkpoint(
             f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Create it; "
             "sharded methods need a file system that all ranks share."
         )
+    if writes:
+        # Raises, for example, if the name is too long; from Python 3.14 on `Path.exists` doesn't.
+        with contextlib.suppress(FileNotFoundError):
+            found.file.stat()
     return found
 
 

@@ -8,15 +8,16 @@ from typing import SupportsInt
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad._typing import Array, Comm, Function, Rank, Rng, Tree
 from mpiad.device.transfer import Constants
 from mpiad.parallel.parameters import refuse_traced
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten, is_variable, named_leaves
-from mpiad.transport import Channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.core.buffers import even_range
 from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.random_keys import generator_of, random_key, shared_key
 from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.devices.device_arrays import is_array
 from mpiad.transport.watch import watch_settings
@@ -78,8 +79,8 @@ class DistributedDataContainer:
         Total size of a batch on all ranks. The last batch of an epoch may be smaller, and a rank's part of it may be empty.
     shuffle : bool
         Whether each epoch has a different random order, the same on all ranks.
-    seed : int
-        Seed of the orders.
+    rng : Generator, SeedSequence or int, optional
+        The source of a key for the orders, the same on all ranks; None: other orders in each container.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -95,7 +96,8 @@ class DistributedDataContainer:
 
     Ranks
     -----
-    Each rank creates a container with the same data, `batch_size`, `shuffle` and `seed` without communication. Each sample
+    Each rank creates a container with the same data, `batch_size`, `shuffle` and `rng`, without
+    communication unless `shuffle` is True and `rng` is None. Each sample
     is used exactly once per epoch, on one of the ranks.
 
     Examples
@@ -105,15 +107,21 @@ class DistributedDataContainer:
     True
     """
 
-    def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
+    def __init__(
+        self, data: Tree, batch_size: int | None = None, shuffle: bool = False, rng: Rng = None, comm: Comm = None
+    ):
         if batch_size is not None:
             positive_count(batch_size, "DistributedDataContainer: batch_size")
-        self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
+        self.data, self.batch_size, self.shuffle = data, batch_size, bool(shuffle)
         self._count, self._arrays, self._build = _parts(data)
         if self._count < 1:
             kind = type(data).__name__
             raise ValueError(f"DistributedDataContainer: there is no sample in the data, {kind} {data!r:.60}.")
         self._rank, self._size = mpi_rank(comm), mpi_size(comm)
+        call = "DistributedDataContainer"
+        self._key = 0
+        if self.shuffle:
+            self._key = shared_key(None, channel(comm, call), call) if rng is None else random_key(rng, call)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,9 +130,9 @@ class DistributedDataContainer:
         self._order = np.arange(self._count)
         self._order_parameters = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:
-            self._order_parameters |= {"seed": self.seed, "epoch": epoch}
-            # The seed depends on the epoch, so a resumed training doesn't need to generate the orders of earlier epochs.
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
+            self._order_parameters |= {"key of rng": f"{self._key:#x}", "epoch": epoch}
+            # Each epoch has a generator, so a resumed training doesn't need to generate the orders of earlier epochs.
+            self._order = generator_of(self._key, epoch).permutation(self._count)
 
     def __len__(self) -> int:
         """Return the number of items: this rank's samples, or batches, whose number is the same on all ranks."""
@@ -161,7 +169,7 @@ class DistributedDataContainer:
     def __repr__(self) -> str:
         return (
             f"DistributedDataContainer({self._count} samples, batch_size={self.batch_size}, shuffle={self.shuffle}, "
-            f"seed={self.seed}, epoch={self.epoch}, rank {self._rank} of {self._size})"
+            f"epoch={self.epoch}, rank {self._rank} of {self._size})"
         )
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
@@ -238,5 +246,5 @@ def require_equal_replicas(
         if (is_variable(leaf) or name not in ("params", "state"))
         and not (is_own is not None and name == "params" and is_own(path))
     ]
-    advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
+    advice = "Call parallel.synchronize before the first step, and use the same rng, rate and epoch on all ranks."
     require_replicated(channel, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

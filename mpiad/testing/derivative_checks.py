@@ -13,13 +13,14 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank, Scalar, Shared, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank, Rng, Scalar, Shared, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, make_vjp, value_and_grad
 from mpiad.differentiation.trace import arguments_with, variables_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
+from mpiad.transport.core.random_keys import generator_of, shared_key
 
 
 class AdjointError(AssertionError):
@@ -45,7 +46,7 @@ def check_adjoint(
     adjoint: Function | None = None,
     comm: Comm = None,
     ulps: float = 16.0,
-    seed: int = 0,
+    rng: Rng = 0,
 ) -> float:
     """Test over all ranks that the adjoint of a linear map is its transpose; not differentiable.
 
@@ -60,8 +61,8 @@ def check_adjoint(
     comm : mpi4py intracommunicator, optional
     ulps : float
         Tolerance of the difference, in units of the machine epsilon times the sum of absolute products.
-    seed : int
-        Seed of the random values.
+    rng : Generator, SeedSequence or int, optional
+        The source of the random values, the same on all ranks; None: other ones in each call.
 
     Returns
     -------
@@ -83,12 +84,12 @@ def check_adjoint(
     """
     group = channel(comm, "check_adjoint")
     # The random numbers differ between ranks, so that an adjoint that interchanges ranks fails the test.
-    rng = np.random.default_rng((seed, group.rank, 1))
-    x = noise_like(x, rng)
+    generator = generator_of(shared_key(rng, group, "check_adjoint"), group.rank, 1)
+    x = noise_like(x, generator)
     vjp, y = make_vjp(linear_map)(x)
     # Doubling is exact in binary arithmetic, so A(2x) = 2 A(x) for a linear A.
     twice = linear_map(x + x)
-    y_bar = noise_like(y, rng)
+    y_bar = noise_like(y, generator)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
     sides, scale = _inner_products((x, y, y_bar, x_bar, twice), group)
     error = abs(sides[0] - sides[1]) / scale
@@ -155,7 +156,7 @@ class _Line:
     """The objective on a line through the arguments in a random direction."""
 
     def __init__(
-        self, fun: Function, args: tuple, argnum: Argnum, shared: Shared, comm: Comm, seed: int, options: dict[str, Any]
+        self, fun: Function, args: tuple, argnum: Argnum, shared: Shared, comm: Comm, rng: Rng, options: dict[str, Any]
     ):
         self.group, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
@@ -169,8 +170,9 @@ class _Line:
         variables = variables_of(args, argnum, "check_grads", shared)
         copies = {variables.places[k] for k in variables.shared}
         # A shared argument is one variable, so its direction is the same on all ranks.
-        rngs = [np.random.default_rng((seed, rank)) for rank in (self.group.rank, 0)]
-        leaves = [noise_like(x, rngs[k in copies]) if is_variable(x) else x for k, x in enumerate(variables.leaves)]
+        key = shared_key(rng, self.group, "check_grads")
+        generators = [generator_of(key, rank) for rank in (self.group.rank, 0)]
+        leaves = [noise_like(x, generators[k in copies]) if is_variable(x) else x for k, x in enumerate(variables.leaves)]
         self.v = variables.build(leaves)
         # In a sum over all ranks the copies of a shared variable count once.
         self.weights = [1.0 / self.group.size if k in copies else 1.0 for k in range(len(leaves))]
@@ -199,7 +201,7 @@ def check_grads(
     root: Rank = 0,
     comm: Comm = None,
     step: float = 0.1,
-    seed: int = 0,
+    rng: Rng = 0,
 ) -> dict[str, float]:
     """Measure the convergence rate of the objective's Taylor remainders, and raise if it is too low; not differentiable.
 
@@ -218,8 +220,9 @@ def check_grads(
         As for `value_and_grad`.
     step : float
         The longest step along the random direction; the step is halved repeatedly.
-    seed : int
-        Seed of the direction, which differs between ranks unless the argument is `shared`.
+    rng : Generator, SeedSequence or int, optional
+        The source of the direction, the same on all ranks; None: another one in each call. The direction differs between
+        ranks unless the argument is `shared`.
 
     Returns
     -------
@@ -254,7 +257,7 @@ def check_grads(
             "check_grads: order must be 1 or 2, and modes must contain 'rev', 'fwd' or both, but got "
             f"order={order!r}, modes={modes!r}."
         )
-    line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
+    line = _Line(fun, args, argnum, shared, comm, rng, {"objective": objective, "root": root})
     value, gradient = line.value_and_grad(line.x)
     steps = [step / 2**k for k in range(_STEP_COUNT)]
     values = [line.value_and_grad(line.point(h))[0] for h in steps]

@@ -9,12 +9,12 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad._typing import Array, Comm, Function, Rank, Rng, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
 from mpiad.parallel import DistributedOptimizer
@@ -26,6 +26,7 @@ from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_obje
 from mpiad.tasks import mpi_map
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import FAILURES, agreed, raising_together, require_same
+from mpiad.transport.core.random_keys import generator_from, generator_of, shared_key
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.vi.elbo import (
@@ -40,6 +41,9 @@ from mpiad.vi.elbo import (
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import log_prior, prior_of
 from mpiad.vi.result import VIResult
+
+# Numbers of the generators for the initial parameters, the epochs, the result's samples and the bound.
+_INITIAL, _EPOCH, _RESULT, _BOUND = range(4)
 
 
 class Training:
@@ -214,8 +218,9 @@ class VI:
     devices : sequence of str, optional
         A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `theta` is on this GPU, and `loss` may return a
         value on this GPU; `loss` must copy `data` to the GPU itself.
-    seed : int
-        Seed of all draws.
+    rng : Generator, SeedSequence or int, optional
+        The source of all draws, the same on all ranks. Each call of `run` and of `elbo` draws a key of 128 bits from it, so
+        that an int gives the same draws in each call; None gives other ones.
     root : int
         The rank that draws parameters and updates the posterior.
     comm : mpi4py intracommunicator, optional
@@ -235,7 +240,7 @@ class VI:
     >>> from mpiad.parallel import Adam
     >>> from mpiad.vi import VI, MeanFieldGaussian
     >>> loss = lambda theta, data: np.sum((theta[0] - data) ** 2) / 2
-    >>> inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), divergence="path")
+    >>> inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), divergence="path", rng=0)
     >>> result = inference.run(np.array([1.0, 2.0, 3.0]), n_epochs=80)
     >>> print(np.round(result.mean(), 1), np.round(result.sd(), 1))  # exactly 6/4, and the square root of 1/4
     [1.5] [0.5]
@@ -254,7 +259,7 @@ class VI:
         divergence: str = "auto",
         schedule: str = "even",
         devices: Sequence[str] | None = None,
-        seed: int = 0,
+        rng: Rng = None,
         root: Rank = 0,
         comm: Comm = None,
     ):
@@ -262,11 +267,10 @@ class VI:
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         count = positive_count(n_samples_per_epoch, "VI: n_samples_per_epoch")
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
-            raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
+        generator_from(rng, "VI")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), count
-        self.gradient, self.schedule, self.seed, self.root, self.comm = gradient, schedule, seed, root, comm
+        self.gradient, self.schedule, self.rng, self.root, self.comm = gradient, schedule, rng, root, comm
         self.devices = devices
         has_formula = has_closed_form(posterior, self.prior)
         if divergence == "closed" and not has_formula:
@@ -348,24 +352,22 @@ class VI:
         root = root_of(self.root, used, call)
         flags = {"average": average, "importance_weights": importance_weights}
         self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples, **flags)
+        key = shared_key(self.rng, used, call)
         model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
         with raising_together(used, Exception):
             if used.rank == root:
-                # A separate generator: default_rng(seed) would be the generator of epoch 0.
-                rng = np.random.default_rng([self.seed, 2**32 + 2])
-                start = self.posterior.initial(rng) if params is None else params
+                start = self.posterior.initial(generator_of(key, _INITIAL)) if params is None else params
                 _require_one_device(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
-            self._epochs(used, root, model, training, n_epochs, bar)
+            self._epochs(used, root, model, training, n_epochs, key, bar)
             own = {} if training is None else training.result_fields(n_epochs)
             is_on_device = parameter_on_device(own.get("params")) is not None
             fields, is_on_device = used.data.bcast((to_host(own), is_on_device), root)
-        # This generator differs from those of all epochs, so the draws are independent of the fit.
-        noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
+        noise = generator_of(key, _RESULT).standard_normal((n_samples, self.posterior.dim))
         draws = [np.asarray(part) for part in self.posterior.draw(fields["params"], noise)]
         if importance_weights:
             terms, valid = self._log_weights(used, root, Model(self.loss, data, False, model.device), draws, call, self.w)
@@ -383,13 +385,13 @@ class VI:
         return result
 
     def _epochs(
-        self, channel: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any
+        self, channel: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, key: int, bar: Any
     ) -> None:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
                 with channel.evaluating("an update of VI"):
-                    noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
+                    noise, theta = training.draws(generator_of(key, _EPOCH, epoch), self.n_samples_per_epoch)
             if self.schedule == "dynamic":
                 rows = mpi_map(model.row, None if theta is None else list(theta), root=root, comm=self.comm)
             else:
@@ -433,7 +435,7 @@ class VI:
                 needed = f"w above zero and n_samples of {_MIN_WEIGHTS} or more"
                 raise ValueError(f"VI.run: importance weights need {needed}, but got w={self.w} and n_samples={draws}.")
         # These arguments determine the collective calls and the draws.
-        names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
+        names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "root", "devices")
         settings = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
         settings |= {"n_epochs": n_epochs, "n_samples": n_samples, **flags}
         require_same(channel, ", ".join(f"{name}={value}" for name, value in settings.items()), "VI.run")
@@ -463,7 +465,7 @@ class VI:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, seed or root differs between ranks.
+            On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, rng or root differs between ranks.
         WorkerError
             On all ranks, as in `run`.
 
@@ -475,9 +477,8 @@ class VI:
         root = root_of(self.root, used, "VI.elbo")
         with raising_together(used):
             positive_count(n_samples, "VI: n_samples")
-        require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
-        # This generator differs from the generators of the epochs and of the result's samples.
-        noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
+        require_same(used, f"n_samples={n_samples}, root={self.root}", "VI.elbo")
+        noise = generator_of(shared_key(self.rng, used, "VI.elbo"), _BOUND).standard_normal((n_samples, self.posterior.dim))
         # On the host, so that results are the same on all ranks.
         draws = [np.asarray(part) for part in self.posterior.draw(to_host(params), noise)]
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))

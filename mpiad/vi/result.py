@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Rng, Tree
 from mpiad.device import to_device, to_host
 from mpiad.optional_packages import optional_package
+from mpiad.transport.core.random_keys import generator_from
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.vi.posterior import Posterior
 
@@ -134,9 +135,13 @@ class VIResult:
         """Return the objectives of the last fifth of the epochs."""
         return np.array(self.history["objective"][-max(1, self.epochs // 5) :])
 
-    def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
-        """Return draws of shape (count, dim), on the host, from the reported posterior; if `best`, with `best_params`."""
-        noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
+    def draw(self, count: int, rng: Rng = None, best: bool = False) -> Array:
+        """Return draws of shape (count, dim), on the host, from the reported posterior; if `best`, with `best_params`.
+
+        `rng` is a Generator, a SeedSequence or an int; None: other draws in each call and on each rank, since it doesn't
+        communicate.
+        """
+        noise = generator_from(rng, "VIResult.draw").standard_normal((count, self.posterior.dim))
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
     def log_prob(self, theta: Array, best: bool = False) -> Array:

@@ -64,15 +64,15 @@ def test_times_of_batches_whose_states_are_reduced(times):
 
 
 def test_generators_depend_on_seed_and_number_alone():
-    ensemble = EnsembleProblem(BASE, prob_func=noisy, seed=3)
+    ensemble = EnsembleProblem(BASE, prob_func=noisy, rng=3)
     sol = solve(ensemble, trajectories=20)
     for backend in (EnsembleSerial(), EnsembleThreads(2), EnsembleVectorized()):
         again = solve(ensemble, ensemblealg=backend, trajectories=20, batch_size=7)
         assert again.u.tobytes() == sol.u.tobytes()
     np.testing.assert_array_equal(solve(ensemble, trajectories=6).u, sol.u[:6])
     assert len(np.unique(sol.u[:, 0])) == 20
-    assert not np.array_equal(solve(remake(ensemble, seed=4), trajectories=20).u, sol.u)
-    fresh = remake(ensemble, seed=None)
+    assert not np.array_equal(solve(remake(ensemble, rng=4), trajectories=20).u, sol.u)
+    fresh = remake(ensemble, rng=None)
     assert not np.array_equal(solve(fresh, trajectories=3).u, solve(fresh, trajectories=3).u)
 
 
@@ -91,7 +91,7 @@ def test_a_trajectory_is_solved_again_until_it_is_good():
         tries.append((i, repeat, rng.random()))
         return remake(prob, u0=np.array([float(repeat)]))
 
-    ensemble = EnsembleProblem(BASE, prob_func, lambda sol, i: (sol.u[0, 0], i == 2 and sol.u[0, 0] < 3), seed=1)
+    ensemble = EnsembleProblem(BASE, prob_func, lambda sol, i: (sol.u[0, 0], i == 2 and sol.u[0, 0] < 3), rng=1)
     sol = solve(ensemble, trajectories=3)
     assert sol.u == [1.0, 3.0, 1.0]
     assert [try_[:2] for try_ in tries] == [(1, 1), (2, 1), (3, 1), (2, 2), (2, 3)]

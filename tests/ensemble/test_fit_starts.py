@@ -91,7 +91,7 @@ RATES = np.array([[3.0], [7.0], [5.0]])
 WAVE_TIMES = np.array([[0.7, 1.6, 2.9, 4.0], [0.5, 1.0, 2.0, 4.0], [0.3, 1.1, 2.5, 3.5]])
 WAVES = {
     "alg": Vern7(), "data": np.cos(RATES * WAVE_TIMES), "saveat": WAVE_TIMES, "bounds": (0.5, 8.0), "rtol": 1e-8,
-    "atol": 1e-10, "max_nfev": 30, "compile": True,
+    "atol": 1e-10, "max_nfev": 30, "compile": True, "rng": 0,
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_the_lowest_minimum_of_each_trajectory(mpi, rank, size):
         share = fit(WAVE, first, start, ensemblealg=EnsembleMPI(gather=False), starts=12, **WAVES)
         np.testing.assert_array_equal(share.p, found.p[share.indices])
         np.testing.assert_array_equal(share.starts.cost, found.starts.cost[share.indices])
-    other = fit(WAVE, first, start, starts=12, seed=1, **WAVES)
+    other = fit(WAVE, first, start, starts=12, **WAVES | {"rng": 1})
     assert not np.array_equal(other.starts.cost, found.starts.cost)
     np.testing.assert_allclose(other.p, RATES, rtol=1e-6)
 
@@ -158,7 +158,7 @@ def test_waterfall():
 BAD = {
     "infinite": ({"bounds": (0.5, np.inf)}, "starts=4 draws .* variable 0 of trajectory 1 has the bounds 0.5 and inf"),
     "none": ({"starts": 0}, "starts must be an integer above zero, but got 0"),
-    "seed": ({"seed": -1}, "seed must be an integer, at least 0|seed"),
+    "seed": ({"rng": -1}, "fit: rng must be"),
 }
 
 

@@ -76,7 +76,7 @@ DIFFERENT = {
     "throw": ({}, {"throw": LAST}),
     "prob_func": ({"prob_func": lambda problem, i, repeat: problem} if LAST else {"u0": U0}, {}),
     "output_func": ({"output_func": lambda sol, i: (1.0, False)} if LAST else {}, {}),
-    "seed": ({"seed": RANK}, {}),
+    "seed": ({"rng": RANK}, {}),
 }
 
 

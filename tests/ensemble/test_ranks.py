@@ -183,7 +183,7 @@ def test_states_of_another_kind_are_refused_wherever_they_are(other, size):
 
 
 def test_generators_do_not_depend_on_ranks():
-    ensemble = EnsembleProblem(BASE, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(1)), seed=5)
+    ensemble = EnsembleProblem(BASE, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(1)), rng=5)
     same(solve(ensemble, ensemblealg=EnsembleMPI(), trajectories=11, batch_size=2), solve(ensemble, trajectories=11))
 
 

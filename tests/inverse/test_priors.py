@@ -188,7 +188,7 @@ def test_wrong_arguments_are_refused_on_all_ranks(rank, size):
         H1(domain, mean=np.zeros(3))
     with pytest.raises(TypeError, match="must be an mpiad.Domain"):
         TotalVariation(None)
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(ValueError, match="rng must be"):
         domain.normal(-1)
     if size > 1:
         with pytest.raises(ValueError, match="all ranks must give the same"):
@@ -201,10 +201,10 @@ def test_seeds_that_differ_between_ranks_are_refused(kind, rank, size):
     domain = mpiad.Domain((8, 8))
     prior = kind(domain, 2.0)
     if size > 1:
-        with pytest.raises(ValueError, match=f"{kind.__name__}.sample: all ranks must give the same.*seed=0.*seed=1"):
-            prior.sample(seed=rank)
+        with pytest.raises(ValueError, match=f"{kind.__name__}.sample: all ranks must give the same.*rng=0 .*rng=1 "):
+            prior.sample(rng=rank)
         with mpiad.debug.checked(), pytest.raises(ValueError, match="Domain.normal: all ranks must give the same"):
-            domain.normal(seed=rank)
+            domain.normal(rng=rank)
     with mpiad.debug.checked():
         field = domain.normal(np.int64(3) if rank else 3)
     np.testing.assert_array_equal(field, domain.normal(3))

@@ -58,7 +58,7 @@ def test_pairs_are_the_dense_ones_to_the_tolerance(name, batch, rank, size):
         return apply
 
     product, mass, solve = operator(shared[0], counts), operator(shared[1], []), operator(shared[2], [])
-    pairs = eigsh(product, np.zeros(len(mine)), k, mass=mass, mass_solve=solve, seed=2, batch=batch)
+    pairs = eigsh(product, np.zeros(len(mine)), k, mass=mass, mass_solve=solve, rng=2, batch=batch)
     expected = scipy.linalg.eigh(a, b, eigvals_only=True)[::-1][:k]
     expected = expected[abs(expected) > 1e-10]
     np.testing.assert_allclose(pairs.values, expected, rtol=1e-9)
@@ -77,7 +77,7 @@ def test_all_copies_of_an_eigenvalue_are_found_with_any_seed(rank, size):
     vectors = np.linalg.qr(np.random.default_rng(4).standard_normal((len(spectrum), len(spectrum))))[0]
     product, mine = on_pieces((vectors * spectrum) @ vectors.T, len(spectrum), rank, size, [])
     for seed in range(20):
-        values = eigsh(product, np.zeros(len(mine)), k, seed=seed).values
+        values = eigsh(product, np.zeros(len(mine)), k, rng=seed).values
         np.testing.assert_allclose(values, np.sort(spectrum)[::-1][:k], rtol=1e-9)
 
 
@@ -95,7 +95,7 @@ def test_directions_from_a_domain_give_the_same_on_any_number_of_ranks(rank, siz
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
         domain = mpiad.Domain((6, 5), comm=comm)
         mine = weights[domain.owned]
-        pairs = eigsh(lambda v: mine * v, 0.0 * mine, 3, tol=1e-3, seed=domain.normal, comm=comm)  # noqa: B023
+        pairs = eigsh(lambda v: mine * v, 0.0 * mine, 3, tol=1e-3, rng=domain.normal, comm=comm)  # noqa: B023
         found.append((pairs.products, pairs.residuals, comm.bcast(domain.gather(pairs.vectors[2]))))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-12)
@@ -194,10 +194,10 @@ def test_wrong_operators_are_refused_on_all_ranks(rank, size):
         eigsh(plain, like, 2, tol=0)
     with pytest.raises(ValueError, match="k must be at least 1 and at most ncv=2, but got 3"):
         eigsh(plain, like, 3, ncv=2)
-    with pytest.raises(TypeError, match="seed must be an integer or a function, but got ndarray"):
-        eigsh(plain, like, 3, seed=np.ones(3))
-    with pytest.raises(ValueError, match="seed must return an array of the shape"):
-        eigsh(plain, like, 3, seed=lambda number: np.ones(len(mine) + (rank == size - 1)))
+    with pytest.raises(TypeError, match=r"rng must be a Generator, .*, but got array\(\[1"):
+        eigsh(plain, like, 3, rng=np.ones(3))
+    with pytest.raises(ValueError, match="rng must return an array of the shape"):
+        eigsh(plain, like, 3, rng=lambda number: np.ones(len(mine) + (rank == size - 1)))
     with pytest.raises(ValueError, match="mass_solve its inverse"):
         eigsh(plain, like, 3, mass=plain, mass_solve=lambda v: 2.0 * v)
     for singular in (0.0, 1.0 * (mine < n // 2)):

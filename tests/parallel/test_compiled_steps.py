@@ -9,6 +9,7 @@ from autograd import grad as plain_grad
 from autograd import value_and_grad as plain_value_and_grad
 from autograd.extend import defvjp, primitive
 from mpi4py import MPI
+from random_streams import generator
 
 import mpiad
 import mpiad.debug
@@ -54,7 +55,7 @@ def floats(p):
 
 
 def batches(count=1):
-    data = DistributedDataContainer((X, Y), batch_size=BATCH, shuffle=True, seed=4)
+    data = DistributedDataContainer((X, Y), batch_size=BATCH, shuffle=True, rng=4)
     for epoch in range(count * EPOCHS):
         data.set_epoch(epoch)
         yield from data
@@ -65,7 +66,7 @@ def in_one_process(options):
     rule, p, losses, held = Adam(1e-2), START, [], []
     state = rule.setup(p)
     for epoch in range(EPOCHS):
-        order = np.random.default_rng([4, epoch]).permutation(SAMPLES)
+        order = generator(4, epoch).permutation(SAMPLES)
         for k in range(0, SAMPLES, BATCH):
             x, y = X[order[k : k + BATCH]], Y[order[k : k + BATCH]]
             losses.append(loss(p, x, y))

@@ -181,8 +181,8 @@ def test_a_gradient_on_the_host_is_refused_for_parameters_on_a_device():
 
 def test_samples_stay_on_the_device():
     x, y = np.arange(20.0).reshape(10, 2), np.arange(10)
-    host = DistributedDataContainer((x, y), batch_size=4, shuffle=True, seed=3)
-    there = DistributedDataContainer((on_device(x), on_device(y)), batch_size=4, shuffle=True, seed=3)
+    host = DistributedDataContainer((x, y), batch_size=4, shuffle=True, rng=3)
+    there = DistributedDataContainer((on_device(x), on_device(y)), batch_size=4, shuffle=True, rng=3)
     for mine, theirs in zip(there, host):
         transfers.reset()
         there[0]

@@ -205,7 +205,7 @@ def test_updates_with_a_gradient_that_is_not_finite_are_skipped():
 
 @pytest.mark.unguarded
 def test_a_loss_that_is_not_finite_names_rank_and_batch():
-    data = DistributedDataContainer(np.arange(20.0), batch_size=5, shuffle=True, seed=1)
+    data = DistributedDataContainer(np.arange(20.0), batch_size=5, shuffle=True, rng=1)
     data.set_epoch(3)
     optimizer, p = DistributedOptimizer(SGD(0.1)), {"w": 1.0}
     state = optimizer.setup(p)
@@ -515,7 +515,7 @@ def trained(path=None, stop=None):
     rule = ParameterGroups(groups, lambda path: "fixed" if path.endswith("['b']") else path.split(".")[1][:5].rstrip("["))
     optimizer = DistributedOptimizer(rule, own=lambda path: path == "params.head", skip_nonfinite=True, accumulate=2)
     model = Model(TRUNK, HEADS[0] + RANK)
-    state, first, data = optimizer.setup(model), 0, DistributedDataContainer(X[3], batch_size=2, shuffle=True, seed=5)
+    state, first, data = optimizer.setup(model), 0, DistributedDataContainer(X[3], batch_size=2, shuffle=True, rng=5)
     found = None if path is None else load_checkpoint(path, like=model)
     if found is not None:
         model, state, first = *found.own, found.tree

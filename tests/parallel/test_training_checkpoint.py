@@ -31,7 +31,7 @@ def train(epochs, path=None, accumulate=1):
     params = {"w": np.ones(3, np.float32), "b": 0.5}
     optimizer = DistributedOptimizer(Adam(0.05), accumulate=accumulate)
     state, rng, start = optimizer.setup(params), np.random.default_rng(COMM.rank), 0
-    data = DistributedDataContainer(X, batch_size=9, shuffle=True, seed=3)
+    data = DistributedDataContainer(X, batch_size=9, shuffle=True, rng=3)
     found = None if path is None else load_checkpoint(path, root=ROOT)
     if found is not None:
         params, start = found.tree["params"], found.tree["epoch"]

@@ -234,7 +234,7 @@ def test_jitted_functions_in_solves_and_optimizers(replays, rank):
         return x
 
     def infers(fun):
-        vi = VI(lambda theta, data: fun(theta, data), MeanFieldGaussian(3), ("norm", 0.0, 1.0), Adam(0.1), 1.0, 12, seed=1)
+        vi = VI(lambda theta, data: fun(theta, data), MeanFieldGaussian(3), ("norm", 0.0, 1.0), Adam(0.1), 1.0, 12, rng=1)
         return vi.run(np.tile(Y, (4, 1)), 3).params["mean"]
 
     def local(x, y):

@@ -4,6 +4,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
+from random_streams import generator
 
 from mpiad.parallel import Adam
 from mpiad.vi import VI, MeanFieldGaussian
@@ -25,7 +26,7 @@ def loss(theta, y):
 
 
 def fitted(seed=0, epochs=200, **options):
-    inference = VI(loss, MeanFieldGaussian(2, 0.3, 0.3), ("norm", 0.3, 1.5), Adam(0.05), 1.0, 4, seed=seed, root=ROOT)
+    inference = VI(loss, MeanFieldGaussian(2, 0.3, 0.3), ("norm", 0.3, 1.5), Adam(0.05), 1.0, 4, rng=seed, root=ROOT)
     return inference.run(Y, epochs, **options)
 
 
@@ -55,7 +56,7 @@ def test_samples_draws_and_densities_are_of_the_average_of_the_epochs():
     weights = np.array([np.prod(np.arange(j, j + 8.0)) for j in range(1, 13)])
     for name, value in result.params.items():
         np.testing.assert_allclose(value, np.average([p[name] for p in seen], axis=0, weights=weights), rtol=1e-12)
-    noise = np.random.default_rng([3, 2**32]).standard_normal((4, 2))
+    noise = generator(3, 2).standard_normal((4, 2))
     np.testing.assert_allclose(result.samples, result.params["mean"] + np.exp(result.params["log_sd"]) * noise, rtol=1e-13)
     last = fitted(3, 12, average=False)
     assert all(last.params[name].tobytes() == seen[-1][name].tobytes() for name in last.params)

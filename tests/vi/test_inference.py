@@ -1,17 +1,23 @@
 """Variational inference against the exact posterior of a conjugate model, on any number of ranks."""
 
 import logging
+from functools import partial
 
 import autograd.numpy as anp
 import numpy as np
 import pytest
 import scipy.stats
 from mpi4py import MPI
+from random_streams import generator
 
 import mpiad
+from mpiad import vi
 from mpiad.errors import CommunicatorError, ConvergenceError, WorkerError
 from mpiad.parallel import Adam
-from mpiad.vi import VI, AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
+from mpiad.vi import AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
+
+# All fits have the draws of one key, but for those to which a test gives another `rng`.
+VI = partial(vi.VI, rng=0)
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -44,7 +50,7 @@ def falling(rate, epochs):
 def test_ten_dimensions_reach_the_exact_posterior_and_evidence():
     model, epochs = Conjugate(10), 400
     posterior = FullRankGaussian(10, sd=0.1)
-    inference = VI(model.loss, posterior, model.prior, falling(0.2, epochs), 1.0, 5, divergence="path")
+    inference = VI(model.loss, posterior, model.prior, falling(0.2, epochs), 1.0, 5, divergence="path", rng=2)
     result = inference.run(model.y, epochs)
     mean, covariance = inference.posterior.moments(result.params)
     assert np.all(abs(mean - model.mean) < 0.02 * np.sqrt(np.diag(model.covariance)))
@@ -128,7 +134,7 @@ def short_run(comm=None, root=0, schedule="even", samples=5):
         comm=comm,
         root=root,
         schedule=schedule,
-        seed=9,
+        rng=9,
     )
     return inference.run(model.y, 7, n_samples=6)
 
@@ -150,11 +156,11 @@ def test_every_draw_is_run_once_in_even_shares(count):
         seen.append(tuple(theta) if type(theta) is np.ndarray else tuple(theta._value))
         return model.loss(theta, y)
 
-    VI(loss, MeanFieldGaussian(2), model.prior, Adam(0.1), 1.0, count, seed=4, root=ROOT).run(model.y, 1)
+    VI(loss, MeanFieldGaussian(2), model.prior, Adam(0.1), 1.0, count, rng=4, root=ROOT).run(model.y, 1)
     shares = COMM.allgather(seen)
     assert [len(share) for share in shares] == [count // COMM.size + (r < count % COMM.size) for r in range(COMM.size)]
     # The draws are the root's, bit for bit, whoever ran them.
-    noise = np.random.default_rng([4, 0]).standard_normal((count, 2))
+    noise = generator(4, 1, 0).standard_normal((count, 2))
     assert [theta for share in shares for theta in share] == [tuple(row) for row in noise]
 
 
@@ -165,16 +171,16 @@ def test_each_epoch_has_draws_of_its_own():
         seen.append(tuple(mpiad.stop_gradient(theta)))
         return anp.sum(theta)
 
-    VI(loss, MeanFieldGaussian(2), ("norm",), Adam(1e-300), 1.0, 1, seed=4, root=ROOT).run(None, 3)
-    noise = [np.random.default_rng([4, epoch]).standard_normal((1, 2))[0] for epoch in range(3)]
+    VI(loss, MeanFieldGaussian(2), ("norm",), Adam(1e-300), 1.0, 1, rng=4, root=ROOT).run(None, 3)
+    noise = [generator(4, 1, epoch).standard_normal((1, 2))[0] for epoch in range(3)]
     assert COMM.bcast(seen) == [tuple(row) for row in noise]
 
 
 def test_the_evidence_is_the_mean_with_its_standard_error():
     model = Conjugate(2)
-    inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), seed=8, root=ROOT)
+    inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), rng=8, root=ROOT)
     params = {"mean": np.array([0.3, -0.1]), "log_sd": np.log([0.2, 0.4])}
-    noise = np.random.default_rng([8, 2**32 + 1]).standard_normal((7, 2))
+    noise = generator(8, 3).standard_normal((7, 2))
     theta = params["mean"] + [0.2, 0.4] * noise
     log_q = scipy.stats.norm(params["mean"], [0.2, 0.4]).logpdf(theta).sum(1)
     log_p = scipy.stats.norm(0.3, 1.5).logpdf(theta).sum(1)
@@ -185,8 +191,8 @@ def test_the_evidence_is_the_mean_with_its_standard_error():
 
 def test_the_objective_is_the_weighted_sum_and_the_start_the_posteriors():
     model = Conjugate(2)
-    result = VI(model.loss, MeanFieldGaussian(2, 0.1, 0.8), model.prior, Adam(0.1), 2.5, 3, seed=1).run(model.y, 1)
-    theta = 0.1 + 0.8 * np.random.default_rng([1, 0]).standard_normal((3, 2))
+    result = VI(model.loss, MeanFieldGaussian(2, 0.1, 0.8), model.prior, Adam(0.1), 2.5, 3, rng=1).run(model.y, 1)
+    theta = 0.1 + 0.8 * generator(1, 1, 0).standard_normal((3, 2))
     divergence = 2 * (np.log(1.5 / 0.8) + (0.64 + 0.04) / (2 * 2.25) - 0.5)
     assert result.history["divergence"][0] == pytest.approx(divergence, rel=1e-12)
     assert result.history["loss"][0] == pytest.approx(np.mean([model.loss(t, model.y) for t in theta]), rel=1e-12)
@@ -196,7 +202,7 @@ def test_the_objective_is_the_weighted_sum_and_the_start_the_posteriors():
 
 def test_early_stopping_is_decided_once():
     model = Conjugate(2)
-    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(1e-9), 1.0, 4, seed=2, root=ROOT).run(model.y, 500, 3)
+    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(1e-9), 1.0, 4, rng=2, root=ROOT).run(model.y, 500, 3)
     every = COMM.allgather((result.epochs, result.best_epoch, result.message))
     assert len(set(every)) == 1
     assert every[0][0] - 1 - every[0][1] == 3
@@ -230,8 +236,8 @@ def test_draws_whose_model_fails_are_dropped_and_counted(schedule):
             return anp.sum(theta) * np.nan
         return model.loss(theta, y)
 
-    result = VI(loss, MeanFieldGaussian(2), model.prior, Adam(1e-6), 1.0, 40, seed=5, schedule=schedule).run(model.y, 2)
-    theta = np.random.default_rng([5, 0]).standard_normal((40, 2))
+    result = VI(loss, MeanFieldGaussian(2), model.prior, Adam(1e-6), 1.0, 40, rng=5, schedule=schedule).run(model.y, 2)
+    theta = generator(5, 1, 0).standard_normal((40, 2))
     bad = (theta[:, 0] > 0.7) | (theta[:, 1] > 1.0)
     assert result.history["dropped"][0] == bad.sum() > 5
     exact = np.mean([model.loss(t, model.y) for t in theta[~bad]])
@@ -268,7 +274,7 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
 @pytest.mark.parametrize("error", [MemoryError("no more"), ZeroDivisionError("1 / 0"), KeyError("speed")])
 def test_an_exception_at_one_draw_ends_the_run_on_all_ranks(schedule, error):
     """Also beside draws that are dropped."""
-    draws = np.random.default_rng([0, 0]).standard_normal((12, 1))
+    draws = generator(0, 1, 0).standard_normal((12, 1))
     chosen = draws[7, 0]
 
     def loss(theta, data):
@@ -377,7 +383,7 @@ def test_a_prior_of_the_users_own_is_that_of_its_density(known):
     model = Conjugate(2)
     for posterior in (MeanFieldGaussian(2), FullRankGaussian(2)):
         inferences = [
-            VI(model.loss, posterior, prior, Adam(0.1), 0.7, 6, seed=3, root=ROOT, divergence="path")
+            VI(model.loss, posterior, prior, Adam(0.1), 0.7, 6, rng=3, root=ROOT, divergence="path")
             for prior in (Wide(), ("norm", 0.3, 1.5))
         ]
         own, scipys = (inference.run(model.y, 4) for inference in inferences)
@@ -431,8 +437,8 @@ def make(**changes):
         ({"prior": Prior(("norm",), 3)}, ValueError, "dimension 2, but the prior has 3"),
         ({"w": -1}, ValueError, "-1"),
         ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
-        ({"seed": None}, ValueError, "seed must be an integer, zero or more, but got None"),
-        ({"seed": -1}, ValueError, "seed must be an integer, zero or more, but got -1"),
+        ({"rng": "a"}, TypeError, "VI: rng must be a Generator, a SeedSequence, an integer of at least 0, or None"),
+        ({"rng": -1}, ValueError, "VI: rng must be .* an integer of at least 0, or None, but got -1"),
         ({"gradient": "exact"}, ValueError, "'pathwise', 'score', but got 'exact'"),
         ({"divergence": "closed", "prior": ("gamma", 2.0)}, ValueError, "needs a Gaussian posterior and a normal prior"),
         ({"divergence": "closed", "prior": ("norm", 0, 1e-170)}, ValueError, "normal prior with finite inverse covariance"),
@@ -499,7 +505,7 @@ def test_the_start_is_independent_of_the_first_noise():
             return super().draw(params, noise)
 
     started, drawn, model = [], [], Conjugate(2)
-    VI(model.loss, Told(2), model.prior, Adam(0.1), seed=5).run(model.y, 2, n_samples=4)
+    VI(model.loss, Told(2), model.prior, Adam(0.1), rng=5).run(model.y, 2, n_samples=4)
     assert len(started) == 1 and len(drawn) > 1
     assert not any(np.array_equal(started[0], noise) for noise in drawn)
 

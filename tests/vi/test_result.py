@@ -24,7 +24,7 @@ def result():
 def test_draws_and_densities_are_of_the_posterior_reported_and_of_the_best_on_request(result):
     noise = np.random.default_rng(7).standard_normal((6, 2))
     for options, mean, sd in (({}, FOUND["mean"], [0.5, 0.1]), ({"best": True}, BEST["mean"], [2.0, 3.0])):
-        np.testing.assert_allclose(result.draw(6, seed=7, **options), mean + sd * noise, rtol=1e-14)
+        np.testing.assert_allclose(result.draw(6, rng=7, **options), mean + sd * noise, rtol=1e-14)
         expected = scipy.stats.norm(mean, sd).logpdf(SAMPLES).sum(axis=1)
         np.testing.assert_allclose(result.log_prob(SAMPLES, **options), expected, rtol=1e-13)
 
