@@ -304,7 +304,7 @@ def _scale(x: Array) -> Array:
 
 
 def _direction(x: Array, rng: np.random.Generator, is_uniform: bool) -> Array:
-    """Return a random direction with the size of x; if `is_uniform`, all entries of a real direction are nearly the same."""
+    """Return a random direction with the size of x; if `is_uniform`, all its entries are nearly the same, if x is real."""
     x = to_host(x)
     noise = noise_like(x, rng)
     return np.asarray(_scale(x) * (1 + 0.1 * noise if is_uniform else noise), spec_like(x).dtype)
@@ -348,8 +348,8 @@ class _Keys:
         received = getattr(params, "source", None)
         group = params if isinstance(params, Channel) else getattr(params, "channel", None)
         if sent is not None or received is not None:
-            keys = self._of_message(received or sent, index), self._of_message(sent or received, index)
-            self.ends.update({key for key in keys if isinstance(key, tuple)})
+            keys = self._of_message(received or sent), self._of_message(sent or received)
+            self.ends.update([self._of_message(address) for address in (sent, received) if address is not None])
         elif isinstance(group, Channel):
             keys = (self._numbered(("collective", group.members, group.number)),) * 2
             self.ends[keys[0]] += 1
@@ -361,9 +361,8 @@ class _Keys:
             self._requests[id(ans)] = keys[0]
         return keys
 
-    def _of_message(self, address: Envelope | None, index: int) -> Key:
-        if address is None:
-            return index
+    @staticmethod
+    def _of_message(address: Envelope) -> tuple:
         group = address.channel
         ends = (group.rank, address.peer) if address.outgoing else (address.peer, group.rank)
         return "message", group.members, group.number, *ends, address.tag, address.number, address.reverse
@@ -377,6 +376,7 @@ class _Step(NamedTuple):
     """An operation of the program at x; `outgoing`, `incoming`: the keys of its result and of its arguments."""
 
     name: str
+    call: str  # the name of what `name` has called
     site: calls.Site
     outgoing: Key
     incoming: Key
@@ -465,9 +465,9 @@ class _Record:
         value = value if any(map(is_variable, flatten(value)[0])) else None
         site = calls.site_of(sys._getframe(1))
         norm = 0.0 if value is None else _norm(value)
-        name = site.named(call.name)
         rounding = 0.0 if value is None else _eps(value) * norm
-        self.steps.append(_Step(name, site, outgoing, incoming, call.argnums, call.is_separable, norm, rounding))
+        name = site.named(call.name)
+        self.steps.append(_Step(name, call.name, site, outgoing, incoming, call.argnums, call.is_separable, norm, rounding))
         self._values.append(value)
         self.weights.append([])
 
@@ -546,7 +546,7 @@ class _Products:
             return
         self.visited = index + 1
         step = self._steps[index] if index < len(self._steps) else None
-        site = calls.site_of(sys._getframe(1)) if step is None or not step.name.endswith(call.name) else step.site
+        site = calls.site_of(sys._getframe(1)) if step is None or step.call != call.name else step.site
         try:
             if site is not (step and step.site):
                 raise ValueError
@@ -681,10 +681,10 @@ def diagnose(
 ) -> Diagnosis:
     """Find the operations of a function whose adjoints are wrong, by rank and line; not differentiable.
 
-    The function runs nine times, at `args` and at points nearby, and is differentiated once. Each operation on traced values
-    is checked by itself: operations of NumPy, communications, custom operators, functions of other libraries. The steps of
-    `scan` and the operations in functions that are compiled by `jit` are checked one by one. Operations out of balance are
-    executed again, alone. Memory: the reverse pass keeps all cotangents, so about three arrays for each value.
+    The function runs nine times, at `args` and at points nearby, and is differentiated once. Each operation on traced
+    values is checked by itself: operations of NumPy, communications, custom operators, functions of other libraries. The
+    steps of `scan` and the operations in functions that are compiled by `jit` are checked one by one. Operations out of
+    balance are executed again, alone. The reverse pass keeps all cotangents, so the memory for each value is that of three.
 
     Parameters
     ----------
@@ -693,8 +693,8 @@ def diagnose(
     *args : object
         This rank's arguments.
     cotangents : pytree, optional
-        Cotangents of the results, in their structure, for a function that doesn't return one real number or None. By default
-        1.0 on each rank that returns a number. The check doesn't depend on the objective.
+        Cotangents of the results, in their structure, for a function that doesn't return one real number or None. By
+        default 1.0 on each rank that returns a number. The check doesn't depend on the objective.
     argnum, shared, comm
         As for `value_and_grad`.
     seed : int
@@ -862,7 +862,7 @@ class _Search:
             step = steps[index] if index < len(steps) else None
             if self.unrepeatable:
                 return
-            if step is None or not step.name.endswith(call.name):
+            if step is None or step.call != call.name:
                 self.unrepeatable = f"{call.name} at {calls.site_of(sys._getframe(1))}"
             elif step.rounding and abs(_norm(value) - step.norm) > 1e4 * step.rounding:
                 self.unrepeatable = f"{step.name} at {step.site}"
