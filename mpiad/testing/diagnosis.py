@@ -263,12 +263,15 @@ class _Program(NamedTuple):
 # Inner products of values and cotangents, in autograd's convention: Re Σ a b, without conjugation.
 
 
+def _dense(g: Any) -> Any:
+    """Return a cotangent without autograd's sparse form."""
+    return sparse_add(vspace(g), None, g) if type(g) in sparse_object_types else g
+
+
 def _weight(g: Any) -> Any:
-    """Return a cotangent in the form that `_product` takes: on the host, conjugate, and dense unless it is a `Scatter`."""
+    """Return a cotangent in the form that `_product` takes: on the host and conjugate."""
     if isinstance(g, Scatter):
         return Scatter(g.shape, g.dtype, g.idx, np.conj(to_host(g.values)), g.repeats)
-    if type(g) in sparse_object_types:
-        g = sparse_add(vspace(g), None, g)
     if isinstance(g, (tuple, list, dict)):
         leaves, build = flatten(g)
         return build([_weight(leaf) for leaf in leaves])
@@ -489,7 +492,7 @@ class _Record:
             size = math.nan if value is None else _norm(g)
             if value is not None:
                 self._add(index, g, 0, step.outgoing)
-            parts = tuple(pull(g))
+            parts = tuple([_dense(part) for part in pull(g)])
             if size == size != _norm(g):
                 self.problems.append(_Problem(index, None, 1.0, "has an adjoint that overwrites its argument"))
             for k, (parent, part) in enumerate(zip(inputs, parts)):
@@ -502,8 +505,9 @@ class _Record:
         return pulled
 
     def _check(self, index: int, argument: int | None, part: Any, value: Any, was_finite: bool) -> None:
-        if np.shape(value) != getattr(part, "shape", np.shape(part)) and not isinstance(value, (tuple, list, dict)):
-            text = f"has an adjoint that returns an array of shape {np.shape(part)} for one of shape {np.shape(value)}"
+        shape = None if isinstance(value, (tuple, list, dict)) else np.shape(value)
+        if shape is not None and shape != getattr(part, "shape", ()):
+            text = f"has an adjoint that returns an array of shape {np.shape(part)} for one of shape {shape}"
             self.problems.append(_Problem(index, argument, 1.0, text))
         elif was_finite and not math.isfinite(_norm(part)):
             self.problems.append(_Problem(index, argument, math.inf, "has an adjoint that isn't finite"))
@@ -588,7 +592,7 @@ class _Execution:
             directions.append(join([_direction(x, rng, is_uniform) * (k in moving) for x in parts]))
             nearby.append([join([_direction(x, rng, False) for x in parts]) for _ in range(_NEARBY)])
         with np.errstate(all="ignore"):
-            parts = self.call.pull(self.ans)(g)
+            parts = [_dense(part) for part in self.call.pull(self.ans)(g)]
             adjoint = sum(_product(_weight(part), d) for part, d in zip(parts, directions) if part is not None)
             eps = max([_eps(self.ans), *[_eps(self.call.args[k]) for k in self.call.argnums]])
             step = eps**0.4
@@ -644,10 +648,18 @@ def _error_of(intervals: Array) -> float:
     return float(outside / size) if outside > rounding + _RTOL * size else 0.0
 
 
-def _examined(
+class _Error(NamedTuple):
+    """The error of an adjoint, on a rank and for an argument; None: for all that take part together."""
+
+    rank: int | None
+    argument: int | None
+    error: float
+
+
+def _errors(
     execution: _Execution | None, participants: list[tuple[int, int]], rank: int, gather: Callable[[Any], list], seed: int
-) -> tuple[float, int | None, int | None]:
-    """Return the error of an adjoint and the rank and argument that have it, None for several; 0.0 for a right adjoint.
+) -> list[_Error]:
+    """Return the errors of the adjoint of an operation; nothing for a right adjoint.
 
     `participants`: the ranks that execute the operation, with the positions of their traced arguments.
     """
@@ -660,14 +672,13 @@ def _examined(
             if execution is not None:
                 interval = execution.interval([k for r, k in moving if r == rank], rng, is_uniform)
             errors.append(_error_of(np.array(gather(interval))))
-        return float(np.nanmax(errors))
+        return max(errors)
 
     total = error(participants)
-    if total == 0.0 or len(participants) == 1:
-        return (total, *(participants[0] if participants else (None, None)))
-    single = [error([participant]) for participant in participants]
-    worst = int(np.argmax(single))
-    return (max(total, single[worst]), *(participants[worst] if single[worst] else (None, None)))
+    if total == 0.0:
+        return []
+    single = [_Error(*participant, error([participant])) for participant in participants]
+    return [each for each in single if each.error > 0.0] or [_Error(None, None, total)]
 
 
 def diagnose(
@@ -877,8 +888,8 @@ class _Search:
                 self._note(key, self.balances[key])
                 continue
             participants = [(0, k) for k in execution.call.argnums]
-            error, _, argument = _examined(execution, participants, 0, lambda x: [x], self.seed)
-            self._add(key, argument, error)
+            for each in _errors(execution, participants, 0, lambda x: [x], self.seed):
+                self._add(key, each.argument, each.error)
         for key in common:
             self._examine_common(key, [executions.get(k) for k in self.steps.get(key, ())])
 
@@ -891,17 +902,16 @@ class _Search:
             self._note(key, self.common[key])
             return
         participants = [(r, k) for r, each in enumerate(gather(argnums)) for k in each]
-        error, worst, argument = _examined(execution, participants, rank, gather, self.seed)
-        if self.steps.get(key) and worst in (rank, None):
-            self._add(self.steps[key][0], argument, error)
+        for each in _errors(execution, participants, rank, gather, self.seed):
+            if self.steps.get(key) and each.rank in (rank, None):
+                self._add(self.steps[key][0], each.argument, each.error)
 
     def _note(self, key: Key, balance: _Balance) -> None:
         if balance.is_wrong and self.steps.get(key):
             self._add(self.steps[key][0], None, float(np.max(balance.defects()[0])) / balance.size)
 
     def _add(self, index: int, argument: int | None, error: float) -> None:
-        if error > 0.0:
-            self.problems.append(_Problem(index, argument, error, f"has an adjoint with a relative error of {error:.1e}"))
+        self.problems.append(_Problem(index, argument, error, f"has an adjoint with a relative error of {error:.1e}"))
 
     def _findings(self) -> list[WrongAdjoint]:
         findings: dict[tuple, WrongAdjoint] = {}
