@@ -18,6 +18,7 @@ among equal arguments or choose one of them, and the derivative of max(x, 0) at 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections import Counter
@@ -143,7 +144,7 @@ class _Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        return getattr(self.fun, "__name__", str(self.fun))
+        return getattr(self.fun, "__name__", "") or str(self.fun)
 
     @property
     def is_separable(self) -> bool:
@@ -270,6 +271,8 @@ def _dense(g: Any) -> Any:
 
 def _weight(g: Any) -> Any:
     """Return a cotangent in the form that `_product` takes: on the host and conjugate."""
+    if type(g) is np.ndarray:
+        return np.conj(g) if g.dtype.kind == "c" else g
     if isinstance(g, Scatter):
         return Scatter(g.shape, g.dtype, g.idx, np.conj(to_host(g.values)), g.repeats)
     if isinstance(g, (tuple, list, dict)):
@@ -280,6 +283,8 @@ def _weight(g: Any) -> Any:
 
 
 def _product(weight: Any, x: Any) -> float:
+    if type(weight) is np.ndarray and type(x) is np.ndarray:
+        return np.vdot(weight, x).real
     if isinstance(weight, Scatter):
         return float(np.vdot(weight.values, to_host(x)[weight.idx]).real)
     if isinstance(weight, (tuple, list, dict)):
@@ -288,8 +293,10 @@ def _product(weight: Any, x: Any) -> float:
 
 
 def _norm(x: Any) -> float:
+    if type(x) is np.ndarray:
+        return math.sqrt(np.vdot(x, x).real)
     if isinstance(x, Scatter):
-        x = x.values
+        return _norm(x.values)
     if isinstance(x, (tuple, list, dict)):
         return math.hypot(*map(_norm, flatten(x)[0]))
     x = to_host(x)
@@ -297,7 +304,15 @@ def _norm(x: Any) -> float:
 
 
 def _eps(x: Any) -> float:
-    return max((float(np.finfo(leaf.dtype).eps) for leaf in flatten(x)[0] if is_variable(leaf)), default=0.0)
+    """Return the largest machine epsilon of some arrays, 0.0 if none has floating-point numbers."""
+    if type(x) is np.ndarray:
+        return _eps_of(x.dtype)
+    return max((_eps_of(spec_like(leaf).dtype) for leaf in flatten(x)[0] if is_variable(leaf)), default=0.0)
+
+
+@functools.lru_cache
+def _eps_of(dtype: np.dtype) -> float:
+    return float(np.finfo(dtype).eps) if dtype.kind in "fc" else 0.0
 
 
 def _scale(x: Array) -> Array:
@@ -389,43 +404,40 @@ class _Step(NamedTuple):
     rounding: float  # in its value
 
 
-class _Balance(NamedTuple):
-    """The two sides of a balance, for each direction and each of the two steps h, and the level of rounding errors."""
+class _Balances(NamedTuple):
+    """Balances: the derivatives of both sides by key, direction and step h, and bounds of rounding errors by key."""
 
+    keys: list[Key]
     sides: Array
-    noise: float
+    noise: Array
 
-    def plus(self, other: _Balance) -> _Balance:
-        return _Balance(self.sides + other.sides, self.noise + other.noise)
-
-    @property
-    def size(self) -> float:
-        return float(np.nanmax(np.abs(self.sides), initial=0.0))
-
-    def defects(self) -> tuple[Array, Array, Array]:
-        """Return, for each direction that is known, the extrapolated defect, its uncertainty, and the change with h."""
-        coarse, fine = np.moveaxis(self.sides[0] - self.sides[1], -1, 0)
-        known = np.isfinite(coarse) & np.isfinite(fine)
-        coarse, fine = coarse[known], fine[known]
+    def defects(self) -> tuple[Array, Array]:
+        """Return the defects by key and direction, extrapolated if there are two steps, and their uncertainty."""
+        difference = self.sides[0] - self.sides[1]
+        coarse, fine = difference[..., 0], difference[..., -1]
+        factor = 1.0 if difference.shape[-1] == 1 else 4.0
         change = np.abs(fine - coarse)
-        return np.abs(4 * fine - coarse) / 3, self.noise + 0.05 * change, change
+        return np.abs(coarse + factor * (fine - coarse) / max(factor - 1.0, 1.0)), self.noise[:, None] + 0.05 * change
 
-    @property
-    def is_known(self) -> bool:
-        return len(self.defects()[0]) > 0
+    def suspects(self) -> list[int]:
+        """Return the places of the balances with a defect that rounding and the next order of h don't explain."""
+        defects, uncertainty = self.defects()
+        sizes = np.max(np.abs(self.sides), axis=(0, 3))
+        return np.flatnonzero(np.any(defects > uncertainty + 0.1 * _RTOL * sizes, axis=1)).tolist()
 
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the defect exceeds what rounding and the next order of h explain."""
-        defects, uncertainty, _ = self.defects()
-        return bool(np.any(defects > uncertainty))
+    def known(self) -> Array:
+        """Return whether a balance is known in some direction."""
+        return np.any(np.isfinite(self.defects()[0]), axis=1)
 
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the defect is the same for both h, which noise and kinks near x don't cause, in both directions."""
-        defects, uncertainty, change = self.defects()
-        clear = (defects > 10 * uncertainty) & (change < 0.2 * defects) & (defects > _RTOL * self.size)
-        return len(defects) > 0 and bool(np.all(clear))
+    def error(self, place: int) -> float:
+        """Return a defect, relative to the larger side, if it is clear in all directions that are known; otherwise 0.0.
+
+        Noise and kinks near x don't cause defects that are the same for both steps.
+        """
+        defects, uncertainty = (x[place] for x in self.defects())
+        defects, uncertainty = defects[np.isfinite(defects)], uncertainty[np.isfinite(defects)]
+        error = float(np.max(defects, initial=0.0) / np.nanmax(np.abs(self.sides[:, place]), initial=1e-300))
+        return error if np.all(defects > 5 * uncertainty) and error > _RTOL else 0.0
 
 
 _RTOL = 1e-5  # of the error of an adjoint, relative to the larger side
@@ -465,10 +477,11 @@ class _Record:
     def visit(self, index: int, value: Array, call: _Call) -> None:
         """Record a step."""
         outgoing, incoming = self.keys.of(index, value, call)
-        value = value if any(map(is_variable, flatten(value)[0])) else None
+        eps = _eps(value)
+        value = value if eps else None
         site = calls.site_of(sys._getframe(1))
-        norm = 0.0 if value is None else _norm(value)
-        rounding = 0.0 if value is None else _eps(value) * norm
+        norm = _norm(value) if eps else 0.0
+        rounding = eps * norm
         name = site.named(call.name)
         self.steps.append(_Step(name, call.name, site, outgoing, incoming, call.argnums, call.is_separable, norm, rounding))
         self._values.append(value)
@@ -487,43 +500,45 @@ class _Record:
 
         def pulled(g: Any) -> tuple:
             value, self._values[index] = self._values[index], None
-            if value is not None and _norm(value) != step.norm == step.norm:
-                self.problems.append(_Problem(index, None, 1.0, "returns an array that was overwritten afterwards"))
-            size = math.nan if value is None else _norm(g)
+            size = math.nan
             if value is not None:
-                self._add(index, g, 0, step.outgoing)
+                size = _norm(g)
+                self._add(index, g, size, 0, step.outgoing)
+                if _norm(value) != step.norm == step.norm:
+                    self.problems.append(_Problem(index, None, 1.0, "returns an array that was overwritten afterwards"))
             parts = tuple([_dense(part) for part in pull(g)])
             if size == size != _norm(g):
                 self.problems.append(_Problem(index, None, 1.0, "has an adjoint that overwrites its argument"))
             for k, (parent, part) in enumerate(zip(inputs, parts)):
                 if part is not None and self._values[parent] is not None:
                     argument = step.argnums[k] if k < len(step.argnums) else None
-                    self._check(index, argument, part, self._values[parent], math.isfinite(size))
-                    self._add(parent, part, 1, step.incoming)
+                    norm = _norm(part)
+                    self._check(index, argument, part, self._values[parent], norm, math.isfinite(size))
+                    self._add(parent, part, norm, 1, step.incoming)
             return parts
 
         return pulled
 
-    def _check(self, index: int, argument: int | None, part: Any, value: Any, was_finite: bool) -> None:
+    def _check(self, index: int, argument: int | None, part: Any, value: Any, norm: float, was_finite: bool) -> None:
         shape = None if isinstance(value, (tuple, list, dict)) else np.shape(value)
         if shape is not None and shape != getattr(part, "shape", ()):
             text = f"has an adjoint that returns an array of shape {np.shape(part)} for one of shape {shape}"
             self.problems.append(_Problem(index, argument, 1.0, text))
-        elif was_finite and not math.isfinite(_norm(part)):
+        elif was_finite and not math.isfinite(norm):
             self.problems.append(_Problem(index, argument, math.inf, "has an adjoint that isn't finite"))
 
-    def _add(self, index: int, g: Any, side: int, key: Key) -> None:
+    def _add(self, index: int, g: Any, norm: float, side: int, key: Key) -> None:
         weights, weight = self.weights[index], _weight(g)
         # The cotangent of a value that is read once is that of its reader.
         if not (weights and weights[-1] is weight):
             weights.append(weight)
-        self._terms.append(_Term(index, len(weights) - 1, side, key, _norm(weight) * self.steps[index].rounding))
+        self._terms.append(_Term(index, len(weights) - 1, side, key, norm * self.steps[index].rounding))
 
     def products(self) -> _Products:
         """Return the visitor of another run."""
         return _Products(self.steps, self.weights)
 
-    def balances(self, tangents: Array, h: float) -> dict[Key, _Balance]:
+    def balances(self, tangents: Array, h: float) -> _Balances:
         """Return the balances; `tangents`: of the products, by direction and step."""
         groups = {key: k for k, key in enumerate(dict.fromkeys(term.key for term in self._terms))}
         starts = np.cumsum([0, *map(len, self.weights)])
@@ -532,7 +547,7 @@ class _Record:
         sides, noise = np.zeros((2, len(groups), *tangents.shape[1:])), np.zeros(len(groups))
         np.add.at(sides, ([term.side for term in self._terms], places), tangents[slots])
         np.add.at(noise, places, [16 / h * term.rounding for term in self._terms])
-        return {key: _Balance(sides[:, k], float(noise[k])) for key, k in groups.items()}
+        return _Balances(list(groups), sides, noise)
 
 
 class _Products:
@@ -540,7 +555,7 @@ class _Products:
 
     def __init__(self, steps: list[_Step], weights: list[list[Any]]):
         self._steps, self._weights = steps, weights
-        self._starts = np.cumsum([0, *map(len, weights)])
+        self._starts: list[int] = np.cumsum([0, *map(len, weights)]).tolist()
         self.values = np.full(self._starts[-1], np.nan)
         self.visited, self.branch = 0, ""
 
@@ -550,14 +565,13 @@ class _Products:
             return
         self.visited = index + 1
         step = self._steps[index] if index < len(self._steps) else None
-        site = calls.site_of(sys._getframe(1)) if step is None or step.call != call.name else step.site
         try:
-            if site is not (step and step.site):
+            if step is None or step.call != call.name:
                 raise ValueError
-            start = self._starts[index]
-            for k, weight in enumerate(self._weights[index]):
-                self.values[start + k] = _product(weight, value)
-        except (ValueError, IndexError):  # another shape
+            for start, weight in enumerate(self._weights[index], self._starts[index]):
+                self.values[start] = _product(weight, value)
+        except (ValueError, IndexError):  # another operation, or another shape
+            site = calls.site_of(sys._getframe(1))
             expected = "nothing more" if step is None else f"{step.name} at {step.site}"
             self.branch = f"{call.name} at {site} in place of {expected}"
 
@@ -747,14 +761,10 @@ def diagnose(
     seeds, problem = _seeds(results, places, build, cotangents, problem)
     if any(group.data.allgather(problem is not None)):
         raise_everywhere(group, problem)
-    keys = _compared(record, group)
+    _compare(record, group)
     record.run_backward(recording, seeds, len(x))
     del recording
-    h = max((each.rounding / each.norm for each in record.steps if each.norm > 0), default=1e-16) ** 0.2
-    h = max(group.data.allgather(h))
-    tangents, branches = _tangents(program, record, h, group, seed)
-    local = {keys.get(key, key): balance for key, balance in record.balances(tangents, h).items()}
-    return _Search(program, record, local, keys, branches, group, seed).diagnosis()
+    return _Search(program, record, group, seed).diagnosis()
 
 
 def _seeds(
@@ -774,8 +784,8 @@ def _seeds(
     return [(p, np.asarray(g)[()]) for p, g in zip(places, leaves) if p >= 0], problem
 
 
-def _compared(record: _Record, group: Channel) -> dict[Key, Key]:
-    """Return the common keys of operators that ranks call in different numbers; raise if communications don't match."""
+def _compare(record: _Record, group: Channel) -> None:
+    """Raise if communications don't match; use one key for all calls of an operator if their number differs by rank."""
     ends = Counter[tuple]()
     for each in group.data.allgather(record.keys.ends):
         ends.update(each)
@@ -787,87 +797,124 @@ def _compared(record: _Record, group: Channel) -> dict[Key, Key]:
         raise agreed(group, CommunicationMismatchError(text, "\n".join(everyones)))
     counts = group.data.allgather(record.keys.counts)
     different = {name for each in counts for name in each if len({other[name] for other in counts} - {0}) > 1}
-    return {key: key[:-1] for key in lines if isinstance(key, tuple) and key[:-1] in different}
-
-
-def _tangents(program: _Program, record: _Record, h: float, group: Channel, seed: int) -> tuple[Array, list[str]]:
-    """Return the derivatives of the products of values and weights, by direction and step, and the branches."""
-    variables, tangents, branches = program.variables, [], list[str]()
-    x = [variables.leaves[place] for place in variables.places]
-    for trial in range(_DIRECTIONS):
-        # A shared variable moves in the same direction on all ranks.
-        rngs = [np.random.default_rng((seed, trial, rank)) for rank in (group.rank, 0)]
-        v = [_direction(leaf, rngs[k in variables.shared], trial == 1) for k, leaf in enumerate(x)]
-        for step in (h, h / 2):
-            runs = [record.products() for _ in range(2)]
-            for run, signed in zip(runs, (step, -step)):
-                program.run([_moved(leaf, signed, d) for leaf, d in zip(x, v)], run.visit)
-                run.end()
-                branches += [run.branch] if run.branch else []
-            tangents.append((runs[0].values - runs[1].values) / (2 * step))
-    return np.stack(tangents, axis=1).reshape(-1, _DIRECTIONS, 2), list(dict.fromkeys(branches))
+    for index, step in enumerate(record.steps):
+        if isinstance(step.incoming, tuple) and step.incoming[:-1] in different:
+            record.steps[index] = step._replace(outgoing=step.incoming[:-1], incoming=step.incoming[:-1])
 
 
 class _Search:
-    """The search for wrong adjoints among the operations out of balance."""
+    """The search for wrong adjoints."""
 
-    def __init__(
-        self, program: _Program, record: _Record, balances: dict[Key, _Balance], keys: dict[Key, Key],
-        branches: list[str], group: Channel, seed: int,
-    ):  # fmt: skip
+    def __init__(self, program: _Program, record: _Record, group: Channel, seed: int):
         self.program, self.record, self.group, self.seed = program, record, group, seed
-        self.branches, self.unrepeatable = branches, ""
-        self.balances = {key: balance for key, balance in balances.items() if not isinstance(key, tuple)}
-        self.common: dict[tuple, _Balance] = {}  # of operations on several ranks
-        for each in group.data.allgather({key: value for key, value in balances.items() if isinstance(key, tuple)}):
-            for key, balance in each.items():
-                self.common[key] = self.common[key].plus(balance) if key in self.common else balance
+        self.gather: Callable[[Any], list[Any]] = group.data.allgather
+        self.problems, self.branches, self.unrepeatable = record.problems, dict[str, None](), ""
         self.steps: dict[Key, list[int]] = {}  # the steps of a balance on this rank
         for index, step in enumerate(record.steps):
-            for key in dict.fromkeys((step.incoming, step.outgoing)):
-                self.steps.setdefault(keys.get(key, key), []).append(index)
-        self.problems = list(record.problems)
-        self.coarse = set(keys.values())
+            for key in {step.incoming, step.outgoing}:
+                self.steps.setdefault(key, []).append(index)
+        variables = program.variables
+        self.x = [variables.leaves[place] for place in variables.places]
+        # A shared variable moves in the same direction on all ranks.
+        rngs = [[np.random.default_rng((seed, k, rank)) for rank in (group.rank, 0)] for k in range(_DIRECTIONS)]
+        self.directions = [
+            [_direction(leaf, pair[k in variables.shared], trial == 1) for k, leaf in enumerate(self.x)]
+            for trial, pair in enumerate(rngs)
+        ]
+        # Truncation errors of order h² and rounding errors of order ε / h have the same size.
+        self.h = max(self.gather(max((each.rounding / each.norm for each in record.steps if each.norm > 0), default=0.0)))
+        self.h = self.h ** (1 / 3)
 
     def diagnosis(self) -> Diagnosis:
         """Return the result, on all ranks."""
-        local = [key for key, balance in self.balances.items() if balance.is_suspect]
-        common = [key for key, balance in self.common.items() if balance.is_suspect]
-        local, common = self._worst(local, self.balances), self._worst_common(common)
-        if any(self.group.data.allgather(bool(local or common))):
-            self._examine(local, common)
-        every = self.group.data.allgather((self._findings(), self.branches, self.unrepeatable, self._counts()))
+        local, common = self._balances([self.h])
+        if any(self.gather(bool(local.suspects() or common.suspects()))):
+            local, common = self._balances([self.h, self.h / 2])
+            suspects = self._worst(local), set().union(*self.gather(self._worst(common)))
+            if any(self.gather(any(map(bool, suspects)))):
+                self._examine(local, common, *suspects)
+        every = self.gather((self._findings(), list(self.branches), self.unrepeatable, self._counts(local)))
         branches = [f"rank {rank}: {text}" for rank, each in enumerate(every) for text in each[1]]
         unrepeatable = [f"rank {rank}: {each[2]}" for rank, each in enumerate(every) if each[2]]
-        known, all_keys = (sum(each[3][k] for each in every) for k in (0, 1))
-        known += sum(balance.is_known for balance in self.common.values())
+        checked, steps = (sum(each[3][k] for each in every) for k in (0, 1))
+        checked, steps = checked + int(np.sum(common.known())), steps + len(common.keys)
         findings = [finding for each in every for finding in each[0]]
-        unchecked = all_keys + len(self.common) - known
-        return Diagnosis(tuple(findings), tuple(branches), tuple(unrepeatable), known, unchecked)
+        return Diagnosis(tuple(findings), tuple(branches), tuple(unrepeatable), checked, steps - checked)
 
-    def _counts(self) -> tuple[int, int]:
-        variables = len(self.program.variables.places)
-        steps = [k for k in self.steps if not isinstance(k, tuple) and k >= variables]
-        return sum(balance.is_known for key, balance in self.balances.items() if key >= variables), len(steps)
+    def _balances(self, steps: Sequence[float]) -> tuple[_Balances, _Balances]:
+        """Return the balances of operations on this rank, and those that several ranks have in common."""
+        tangents = np.stack([np.stack([self._tangents(v, h) for h in steps], axis=-1) for v in self.directions], axis=1)
+        balances = self.record.balances(tangents, self.h)
+        is_common = np.array([isinstance(key, tuple) for key in balances.keys], dtype=bool)
+        local, shared = (
+            _Balances([balances.keys[k] for k in np.flatnonzero(flags)], balances.sides[:, flags], balances.noise[flags])
+            for flags in (~is_common, is_common)
+        )
+        total: dict[Key, list[Any]] = {}
+        for each in self.gather(shared):
+            for k, key in enumerate(each.keys):
+                before = total.setdefault(key, [0.0, 0.0])
+                total[key] = [before[0] + each.sides[:, k], before[1] + each.noise[k]]
+        sides = [each[0] for each in total.values()]
+        common = np.stack(sides, axis=1) if sides else np.zeros((2, 0, *tangents.shape[1:]))
+        return local, _Balances(list(total), common, np.array([each[1] for each in total.values()]))
 
-    def _worst(self, keys: list[Any], balances: dict[Any, _Balance]) -> list[Any]:
-        """Return at most three keys for each operation and line, with the largest defects."""
-        lines: dict[tuple, list[Any]] = {}
-        for key in sorted(keys, key=lambda key: -float(np.max(balances[key].defects()[0]))):
-            step = self.record.steps[self.steps[key][0]]
-            lines.setdefault((step.name, step.site), []).append(key)
-        return [key for same in lines.values() for key in same[:3]]
+    def _tangents(self, v: list[Array], h: float) -> Array:
+        """Return the derivatives of all products along v, by a difference."""
+        ends = []
+        for step in (h, -h):
+            products = self.record.products()
+            self.program.run([_moved(leaf, step, d) for leaf, d in zip(self.x, v)], products.visit)
+            products.end()
+            if products.branch:
+                self.branches[products.branch] = None
+            ends.append(products.values)
+        return (ends[0] - ends[1]) / (2 * h)
 
-    def _worst_common(self, keys: list[tuple]) -> list[tuple]:
-        """Return the keys that any rank chooses, in the same order on all ranks."""
-        chosen = self._worst([key for key in keys if key in self.steps], self.common)
-        wanted = {key for each in self.group.data.allgather(chosen) for key in each}
-        return [key for key in self.common if key in wanted]
+    def _counts(self, local: _Balances) -> tuple[int, int]:
+        """Return the number of operations that were checked on this rank, and the number of all."""
+        steps = [key for key in self.steps if not isinstance(key, tuple) and key >= len(self.x)]
+        is_step = np.array([key >= len(self.x) for key in local.keys], dtype=bool)  # type: ignore[operator]
+        return int(np.sum(local.known() & is_step)), len(steps)
 
-    def _examine(self, local: list[int], common: list[tuple]) -> None:
-        """Execute operations again, and note the wrong ones."""
-        wanted, executions = {k for key in [*local, *common] for k in self.steps.get(key, ())}, dict[int, _Execution]()
-        steps = self.record.steps
+    def _worst(self, balances: _Balances) -> list[int]:
+        """Return the places of at most three suspects for each operation and line of this rank, the largest defects."""
+        lines: dict[tuple, list[int]] = {}
+        defects = np.nanmax(balances.defects()[0], axis=1, initial=0.0)
+        for place in sorted(balances.suspects(), key=lambda place: -defects[place]):
+            for index in self.steps.get(balances.keys[place], ())[:1]:
+                step = self.record.steps[index]
+                lines.setdefault((step.name, step.site), []).append(place)
+        return [place for same in lines.values() for place in same[:3]]
+
+    def _examine(self, local: _Balances, common: _Balances, places: list[int], common_places: set[int]) -> None:
+        """Execute the suspects again, and note their errors."""
+        keys = [local.keys[place] for place in places] + [common.keys[place] for place in sorted(common_places)]
+        executions = self._executions({index for key in keys for index in self.steps.get(key, ())})
+        is_repeatable = not any(self.gather(self.unrepeatable))
+        for place in places:
+            index = self.steps[local.keys[place]][0]
+            if index in executions:
+                participants = [(0, k) for k in executions[index].call.argnums]
+                self._note(index, _errors(executions[index], participants, 0, lambda x: [x], self.seed))
+            elif is_repeatable:
+                self._note(index, [_Error(None, None, local.error(place))])
+        # If a rank doesn't reach an operation again, other ranks would wait for it.
+        for place in sorted(common_places) if is_repeatable else ():
+            indices = self.steps.get(common.keys[place], [])
+            execution = executions.get(indices[0]) if len(indices) == 1 else None
+            if all(self.gather(not indices or execution is not None)):
+                traced = self.gather(() if execution is None else execution.call.argnums)
+                participants = [(rank, k) for rank, argnums in enumerate(traced) for k in argnums]
+                errors = _errors(execution, participants, self.group.rank, self.gather, self.seed)
+            else:
+                errors = [_Error(None, None, common.error(place))]
+            if indices:
+                self._note(indices[0], [each for each in errors if each.rank in (self.group.rank, None)])
+
+    def _executions(self, wanted: set[int]) -> dict[int, _Execution]:
+        """Run the function again at x, compare values with those of the first run, and return the calls of some steps."""
+        executions, steps = dict[int, _Execution](), self.record.steps
 
         def visit(index: int, value: Array, call: _Call) -> None:
             step = steps[index] if index < len(steps) else None
@@ -877,41 +924,17 @@ class _Search:
                 self.unrepeatable = f"{call.name} at {calls.site_of(sys._getframe(1))}"
             elif step.rounding and abs(_norm(value) - step.norm) > 1e4 * step.rounding:
                 self.unrepeatable = f"{step.name} at {step.site}"
-            elif index in wanted and step.is_separable and call.argnums:
+            elif index in wanted and step.is_separable:
                 executions[index] = _Execution(call, value)
 
-        variables = self.program.variables
-        self.program.run([variables.leaves[place] for place in variables.places], visit)
-        for key in local:
-            execution = executions.get(key)
-            if execution is None:
-                self._note(key, self.balances[key])
-                continue
-            participants = [(0, k) for k in execution.call.argnums]
-            for each in _errors(execution, participants, 0, lambda x: [x], self.seed):
-                self._add(key, each.argument, each.error)
-        for key in common:
-            self._examine_common(key, [executions.get(k) for k in self.steps.get(key, ())])
+        self.program.run(self.x, visit)
+        return executions
 
-    def _examine_common(self, key: tuple, executions: list[_Execution | None]) -> None:
-        gather, rank = self.group.data.allgather, self.group.rank
-        separable = key not in self.coarse and all(self.record.steps[k].is_separable for k in self.steps.get(key, ()))
-        execution = executions[0] if executions else None
-        argnums = () if execution is None else execution.call.argnums
-        if not all(gather(separable)):
-            self._note(key, self.common[key])
-            return
-        participants = [(r, k) for r, each in enumerate(gather(argnums)) for k in each]
-        for each in _errors(execution, participants, rank, gather, self.seed):
-            if self.steps.get(key) and each.rank in (rank, None):
-                self._add(self.steps[key][0], each.argument, each.error)
-
-    def _note(self, key: Key, balance: _Balance) -> None:
-        if balance.is_wrong and self.steps.get(key):
-            self._add(self.steps[key][0], None, float(np.max(balance.defects()[0])) / balance.size)
-
-    def _add(self, index: int, argument: int | None, error: float) -> None:
-        self.problems.append(_Problem(index, argument, error, f"has an adjoint with a relative error of {error:.1e}"))
+    def _note(self, index: int, errors: list[_Error]) -> None:
+        for each in errors:
+            if each.error > 0.0:
+                text = f"has an adjoint with a relative error of {each.error:.1e}"
+                self.problems.append(_Problem(index, each.argument, each.error, text))
 
     def _findings(self) -> list[WrongAdjoint]:
         findings: dict[tuple, WrongAdjoint] = {}
