@@ -365,19 +365,20 @@ class _Keys:
         sent = params if isinstance(params, Envelope) or params is None else getattr(params, "dest", None)
         received = getattr(params, "source", None)
         group = params if isinstance(params, Channel) else getattr(params, "channel", None)
+        outgoing: Key = index
+        incoming: Key | None = None  # the same
         if sent is not None or received is not None:
-            keys = self._of_message(received or sent), self._of_message(sent or received)
-            self.ends.update([self._of_message(address) for address in (sent, received) if address is not None])
+            messages = [self._of_message(address) for address in (received, sent) if address is not None]
+            self.ends.update(messages)
+            outgoing, incoming = messages[0], messages[-1]
         elif isinstance(group, Channel):
-            keys = (self._numbered(("collective", group.members, group.number)),) * 2
-            self.ends[keys[0]] += 1
-        elif params is None or hasattr(params, "source"):  # a message without a partner
-            keys = index, index
-        else:  # one half of a halo exchange
-            keys = (("exchange", getattr(getattr(params, "exchange", params), "number", None)),) * 2
+            outgoing = self._numbered(("collective", group.members, group.number))
+            self.ends[outgoing] += 1
+        elif params is not None and not hasattr(params, "source"):  # one half of a halo exchange
+            outgoing = "exchange", getattr(getattr(params, "exchange", params), "number", None)
         if isinstance(ans, Request):
-            self._requests[id(ans)] = keys[0]
-        return keys
+            self._requests[id(ans)] = outgoing
+        return outgoing, outgoing if incoming is None else incoming
 
     @staticmethod
     def _of_message(address: Envelope) -> tuple:
@@ -614,7 +615,7 @@ class _Execution:
             slopes = [self._slopes(g, here, after, step), self._slopes(g, before, here, step)]
             for shift in zip(*nearby):
                 ends = [self._results(t, directions, 4 * step, shift) for t in (-step, step)]
-                slopes.append(self._slopes(g, *ends, 2 * step))
+                slopes.append(self._slopes(g, ends[0], ends[1], 2 * step))
             low, high = np.fmin.reduce(slopes), np.fmax.reduce(slopes)
             # The derivatives at some points nearby are a sample of those that a kink has.
             width = np.sum(high - low)
@@ -873,8 +874,9 @@ class _Search:
 
     def _counts(self, local: _Balances) -> tuple[int, int]:
         """Return the number of operations that were checked on this rank, and the number of all."""
-        steps = [key for key in self.steps if not isinstance(key, tuple) and key >= len(self.x)]
-        is_step = np.array([key >= len(self.x) for key in local.keys], dtype=bool)  # type: ignore[operator]
+        variables = range(len(self.x))
+        is_step = np.array([key not in variables for key in local.keys], dtype=bool)
+        steps = [key for key in self.steps if not isinstance(key, tuple) and key not in variables]
         return int(np.sum(local.known() & is_step)), len(steps)
 
     def _worst(self, balances: _Balances) -> list[int]:
