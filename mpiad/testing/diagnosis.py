@@ -593,6 +593,7 @@ class _Execution:
         copies, build = flatten(call.args)
         self.call = call._replace(args=tuple(build([np.copy(x)[()] if _is_on_host(x) else x for x in copies])))
         self.ans = np.copy(ans)[()] if _is_on_host(ans) else ans
+        self.varies = False  # whether the result has depended on the arguments
 
     def interval(self, moving: Sequence[int], rng: np.random.Generator, is_uniform: bool) -> Array:
         """Return ⟨pull(g), d⟩ for a random g, the range of ⟨g, ∂φ d⟩ near the arguments, and a bound of rounding errors.
@@ -617,6 +618,7 @@ class _Execution:
                 ends = [self._results(t, directions, 4 * step, shift) for t in (-step, step)]
                 slopes.append(self._slopes(g, ends[0], ends[1], 2 * step))
             low, high = np.fmin.reduce(slopes), np.fmax.reduce(slopes)
+            self.varies |= bool(np.any(low) or np.any(high))
             # The derivatives at some points nearby are a sample of those that a kink has.
             width = np.sum(high - low)
             size = np.sum(np.abs(self._slopes(g, 0.0, here, 1.0))) + sum(
@@ -810,6 +812,7 @@ class _Search:
         self.program, self.record, self.group, self.seed = program, record, group, seed
         self.gather: Callable[[Any], list[Any]] = group.data.allgather
         self.problems, self.branches, self.unrepeatable = record.problems, dict[str, None](), ""
+        self.inseparable = 0  # the number of suspects that can't be executed alone
         self.steps: dict[Key, list[int]] = {}  # the steps of a balance on this rank
         for index, step in enumerate(record.steps):
             for key in {step.incoming, step.outgoing}:
@@ -877,7 +880,7 @@ class _Search:
         variables = range(len(self.x))
         is_step = np.array([key not in variables for key in local.keys], dtype=bool)
         steps = [key for key in self.steps if not isinstance(key, tuple) and key not in variables]
-        return int(np.sum(local.known() & is_step)), len(steps)
+        return int(np.sum(local.known() & is_step)) - self.inseparable, len(steps)
 
     def _worst(self, balances: _Balances) -> list[int]:
         """Return the places of at most three suspects for each operation and line of this rank, the largest defects."""
@@ -898,7 +901,13 @@ class _Search:
             index = self.steps[local.keys[place]][0]
             if index in executions:
                 participants = [(0, k) for k in executions[index].call.argnums]
-                self._note(index, _errors(executions[index], participants, 0, lambda x: [x], self.seed))
+                errors = _errors(executions[index], participants, 0, lambda x: [x], self.seed)
+                # The solve of an ensemble is recorded after it has run: executed again, it returns the same result, and its
+                # derivative is that for the steps it has taken.
+                if executions[index].varies or not np.any(local.sides[0, place]):
+                    self._note(index, errors)
+                else:
+                    self.inseparable += 1
             elif is_repeatable:
                 self._note(index, [_Error(None, None, local.error(place))])
         # If a rank doesn't reach an operation again, other ranks would wait for it.

@@ -11,6 +11,7 @@ from machine_load import slowdown
 from testing import wrong_adjoints
 
 import mpiad
+from mpiad.ensemble import ODEProblem, solve
 from mpiad.testing import diagnose
 
 
@@ -140,6 +141,15 @@ def test_a_function_that_is_not_deterministic_is_named(rank, size):
     report = diagnose(lambda x: anp.sum(x * rng.standard_normal(6)), x_of(rank))
     assert [text.split(" at ")[0] for text in report.unrepeatable] == [f"rank {r}: multiply" for r in range(size)]
     assert not report.findings
+
+
+def test_a_solve_with_steps_of_its_own_is_not_checked(rank, size):
+    def loss(p):
+        problem = ODEProblem(lambda u, p, t: anp.stack([u[1], -p[0] * u[0] - p[1] * u[1] ** 3]), np.ones(2), (0.0, 1.0), p)
+        return anp.sum(solve(problem, saveat=[0.5, 1.0]).u ** 2)
+
+    report = diagnose(loss, np.array([1.0, 0.3]))
+    assert not report.findings and report.unchecked >= size
 
 
 def test_branches_are_reported(rank, size):
