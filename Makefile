@@ -76,7 +76,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all test-ranks test-versions test-pythons test-notebook test-autograd bench bench-history bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel sbom check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu test-doctors fuzz ensemble-record interrupts test-all test-ranks test-versions test-pythons test-notebook test-autograd bench bench-history bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel sbom check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -134,6 +134,10 @@ $(ALL_RANKS:%=test-%): test-%:
 
 test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; needs CuPy and a GPU, else it ends with 1
 	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py $(PYTEST_FLAGS)
+
+test-doctors: $(VENV)/.ready-test ## diagnose wrong adjoints on 1, 2 and 3 ranks, and 500 random programs without a false alarm (SEED=5)
+	@$(LAUNCH) --ranks 1 2 3 --limit $(LIMIT) -- $(PYTEST) tests/testing/test_diagnosis.py
+	@$(BIN)/python tests/fuzz.py --programs 500 --ranks 1 2 3 --diagnose $(if $(SEED),--seed $(SEED))
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))

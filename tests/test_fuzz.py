@@ -97,6 +97,19 @@ def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun
 
 
 @pytest.mark.launches
+@pytest.mark.limit(120)
+@pytest.mark.thorough
+def test_fuzz_with_diagnose_finds_a_wrong_adjoint(tmp_path):
+    before = tmp_path / "wrong.py"
+    before.write_text(WRONG)
+    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "3", "--ranks", "2", "--seed", "4", "--diagnose"]
+    command += ["--shrink", "0", "--compiled", "none", "--before", str(before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110 * slowdown())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "mpi_reduce_scatter has an adjoint with a relative error of" in done.stdout
+
+
+@pytest.mark.launches
 @pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_fuzz_ends_with_zero_where_all_pass():

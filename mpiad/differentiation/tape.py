@@ -171,7 +171,7 @@ class LibraryTape(Tape):
     """State of reverse-mode and forward-mode tapes: number, enclosing tapes, unfinished requests and used channels."""
 
     number = before = -1  # the number of this trace, and the counter's value before this trace
-    records_constants = False
+    records_constants = unfolds = False
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -182,6 +182,8 @@ class LibraryTape(Tape):
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = tracing.tape
+        if self.outer is not None and self.outer.unfolds:
+            self.unfolds = True
         self.around: LibraryTape | None = tracing.tapes  # the next outer open tape, even if it isn't current
         self.outer_channels = tracing.channels
         tracing.tapes = self  # first, so that an interrupt in this function also ends the trace

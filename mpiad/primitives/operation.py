@@ -54,6 +54,8 @@ class Tape(Protocol):
     passes: str
     # Whether it also records communications whose results have no derivatives.
     records_constants: bool
+    # Whether compiled functions and checkpointed loops run as plain ones, so that the tape records their operations.
+    unfolds: bool
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Node]

@@ -262,7 +262,7 @@ class Jitted(Generic[P, R]):
                 if made is not MISSED:
                     return made
         # In the trace of another compiled function, this function is traced, too.
-        if tracing.recorder is not None:
+        if tracing.recorder is not None or (tracing.tape is not None and tracing.tape.unfolds):
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
         if numbers != self._constant:

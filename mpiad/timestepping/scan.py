@@ -572,7 +572,7 @@ def _scan(
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Omit observe.")
         return u0
-    if schedule is None:
+    if schedule is None or (tracing.tape is not None and tracing.tape.unfolds):
         state, observed = _on_the_tape(stepping, steps)
     else:
         state, observed = Loop(stepping, steps, schedule, stepping.args)(stepping.args)

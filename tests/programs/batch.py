@@ -1,6 +1,6 @@
 """Run some programs on all ranks, one after the other, up to the first that fails: a job of `fuzz.py`.
 
-    python tests/programs/batch.py --limit 30 PROGRAMS [BEFORE]
+    python tests/programs/batch.py --limit 30 [--diagnose] PROGRAMS [BEFORE]
 
 `PROGRAMS` has one on each line; the number of the one that runs stands in `PROGRAMS.at`, for the driver to read when
 the job has ended in whatever way. `BEFORE` is run first on every rank: it may break the library on purpose.
@@ -13,12 +13,13 @@ import sys
 
 from mpi4py import MPI
 from programs.comparison import differences
+from programs.diagnosed import alarms
 from programs.steps import read
 
 WORLD = MPI.COMM_WORLD
 
 
-def run(programs, limit=30.0, note=lambda place: None):
+def run(programs, limit=30.0, note=lambda place: None, check=differences):
     """Run the programs; exit with what differs, by ranks, at the first where something does.
 
     Returns the number of those that the reference can't decide.
@@ -31,7 +32,7 @@ def run(programs, limit=30.0, note=lambda place: None):
         faulthandler.dump_traceback_later(limit, exit=stuck is sys.stderr, file=stuck)
         if WORLD.rank == 0:
             note(place)
-        found = differences(program)
+        found = check(program)
         undecided += found is None
         everyones = beside.allgather(found or [])
         if any(everyones):
@@ -47,6 +48,7 @@ def run(programs, limit=30.0, note=lambda place: None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for one program")
+    parser.add_argument("--diagnose", action="store_true", help="whether `diagnose` has no false alarm, and nothing else")
     parser.add_argument("programs")
     parser.add_argument("before", nargs="?")
     options = parser.parse_args()
@@ -59,7 +61,7 @@ def main():
         with open(f"{options.programs}.at", "w") as file:
             file.write(str(place))
 
-    undecided = run(programs, options.limit, note)
+    undecided = run(programs, options.limit, note, alarms if options.diagnose else differences)
     if undecided and WORLD.rank == 0:
         print(f"{undecided} undecided")
 
