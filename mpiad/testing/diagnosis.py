@@ -31,7 +31,7 @@ from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import vspace
 from autograd.tracer import notrace_primitives
 
-from mpiad._typing import Argnum, Array, Comm, Function, Shared, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rng, Shared, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.in_place import is_unusual, note_sharing, noted
@@ -51,6 +51,7 @@ from mpiad.testing.derivative_checks import noise_like
 from mpiad.transport import Channel, Envelope, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.random_keys import generator_of, shared_key
 
 _CALL = "diagnose"
 Key = Hashable
@@ -674,7 +675,7 @@ class _Error(NamedTuple):
 
 
 def _errors(
-    execution: _Execution | None, participants: list[tuple[int, int]], rank: int, gather: Callable[[Any], list], seed: int
+    execution: _Execution | None, participants: list[tuple[int, int]], rank: int, gather: Callable[[Any], list], key: int
 ) -> list[_Error]:
     """Return the errors of the adjoint of an operation; nothing for a right adjoint.
 
@@ -684,7 +685,7 @@ def _errors(
     def error(moving: Sequence[tuple[int, int]]) -> float:
         errors = []
         for trial, is_uniform in enumerate((True, False, False)):
-            rng = np.random.default_rng((seed, trial, rank))
+            rng = generator_of(key, trial, rank)
             interval = np.zeros(4)
             if execution is not None:
                 interval = execution.interval([k for r, k in moving if r == rank], rng, is_uniform)
@@ -705,7 +706,7 @@ def diagnose(
     argnum: Argnum = 0,
     shared: Shared = False,
     comm: Comm = None,
-    seed: int = 0,
+    rng: Rng = 0,
 ) -> Diagnosis:
     """Find the operations of a function whose adjoints are wrong, by rank and line; not differentiable.
 
@@ -725,8 +726,8 @@ def diagnose(
         default 1.0 on each rank that returns a number. The check doesn't depend on the objective.
     argnum, shared, comm
         As for `value_and_grad`.
-    seed : int
-        Seed of the directions.
+    rng : Generator, SeedSequence or int, optional
+        The source of the directions, the same on all ranks; None: other ones in each call.
 
     Returns
     -------
@@ -757,6 +758,7 @@ def diagnose(
     True 0
     """
     group = channel(comm, _CALL)
+    key = shared_key(rng, group, _CALL)
     variables = variables_of(args, argnum, _CALL, shared)
     program, record = _Program(fun, args, argnum, variables), _Record()
     x = [variables.leaves[place] for place in variables.places]
@@ -767,7 +769,7 @@ def diagnose(
     _compare(record, group)
     record.run_backward(recording, seeds, len(x))
     del recording
-    return _Search(program, record, group, seed).diagnosis()
+    return _Search(program, record, group, key).diagnosis()
 
 
 def _seeds(
@@ -808,8 +810,8 @@ def _compare(record: _Record, group: Channel) -> None:
 class _Search:
     """The search for wrong adjoints."""
 
-    def __init__(self, program: _Program, record: _Record, group: Channel, seed: int):
-        self.program, self.record, self.group, self.seed = program, record, group, seed
+    def __init__(self, program: _Program, record: _Record, group: Channel, key: int):
+        self.program, self.record, self.group, self.key = program, record, group, key
         self.gather: Callable[[Any], list[Any]] = group.data.allgather
         self.problems, self.branches, self.unrepeatable = record.problems, dict[str, None](), ""
         self.inseparable = 0  # the number of suspects that can't be executed alone
@@ -820,7 +822,7 @@ class _Search:
         variables = program.variables
         self.x = [variables.leaves[place] for place in variables.places]
         # A shared variable moves in the same direction on all ranks.
-        rngs = [[np.random.default_rng((seed, k, rank)) for rank in (group.rank, 0)] for k in range(_DIRECTIONS)]
+        rngs = [[generator_of(key, k, rank) for rank in (group.rank, 0)] for k in range(_DIRECTIONS)]
         self.directions = [
             [_direction(leaf, pair[k in variables.shared], trial == 1) for k, leaf in enumerate(self.x)]
             for trial, pair in enumerate(rngs)
@@ -901,7 +903,7 @@ class _Search:
             index = self.steps[local.keys[place]][0]
             if index in executions:
                 participants = [(0, k) for k in executions[index].call.argnums]
-                errors = _errors(executions[index], participants, 0, lambda x: [x], self.seed)
+                errors = _errors(executions[index], participants, 0, lambda x: [x], self.key)
                 # The solve of an ensemble is recorded after it has run: executed again, it returns the same result, and its
                 # derivative is that for the steps it has taken.
                 if executions[index].varies or not np.any(local.sides[0, place]):
@@ -917,7 +919,7 @@ class _Search:
             if all(self.gather(not indices or execution is not None)):
                 traced = self.gather(() if execution is None else execution.call.argnums)
                 participants = [(rank, k) for rank, argnums in enumerate(traced) for k in argnums]
-                errors = _errors(execution, participants, self.group.rank, self.gather, self.seed)
+                errors = _errors(execution, participants, self.group.rank, self.gather, self.key)
             else:
                 errors = [_Error(None, None, common.error(place))]
             if indices:
