@@ -1,0 +1,420 @@
+"""The program's own calls of mpi4py, which take part in the watch: communicators and requests that record their calls.
+
+`watched` returns a communicator of a subclass of mpi4py's class. While one of its methods may wait, a `ProgramCall` is
+the thread's current wait. Nothing is computed from it before a report, so a call takes less than 2 µs longer.
+Constructors return watched communicators, and nonblocking calls return watched requests, which keep the call that started
+them. So reports contain the operations that each thread waits for, and those that are pending.
+
+The operations of a wait are incomplete ones only: `Waitall` and `Sendrecv` remove those that end, by `Waitsome`.
+
+Not watched are intercommunicators, windows, files, partitioned messages, `Idup`, `Create_group`, `Create_from_group`,
+`mpi4py.util.pkl5`, and libraries that receive the handle of a communicator. Tests and probes that don't wait aren't
+waits: a program that repeats them computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from threading import get_ident
+from time import perf_counter
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm, Rank, Request, Status
+from mpiad.transport.core.agreement import fingerprint
+from mpiad.transport.core.calls import site_of
+from mpiad.transport.core.channels import named
+from mpiad.transport.watch.timed_waits import Waiting, message_instead, restore_wait, waits_by_thread
+
+COLLECTIVE, SEND, RECEIVE = "collective", "send", "receive"
+
+
+class Operation(NamedTuple):
+    """An operation of MPI on one rank. `peers`: the ranks in the world that may take part.
+
+    `comm`: a number that is equal on all ranks of the communicator. `tag`: of a collective its number on the communicator.
+    """
+
+    kind: str  # {"collective", "send", "receive"}
+    name: str
+    comm: int
+    peers: tuple[Rank, ...]
+    tag: int
+
+    @property
+    def family(self) -> str:
+        """The name of the collective, the same for calls that MPI may match."""
+        return self.name.lower().rstrip("vw").replace("clone", "dup")
+
+    def meets(self, rank: Rank, other: Operation, other_rank: Rank) -> bool:
+        """Return whether this operation of `rank` and another rank's operation are the two ends of a message."""
+        if self.kind == RECEIVE:
+            return other.kind == SEND and other.meets(other_rank, self, rank)
+        are_ends = self.kind == SEND and other.kind == RECEIVE and self.comm == other.comm
+        return are_ends and other_rank in self.peers and rank in other.peers and other.tag in (MPI.ANY_TAG, self.tag)
+
+
+class ThreadWait(NamedTuple):
+    """The wait of a thread for all operations, or for any one of them; `cpu`: seconds that the thread has computed."""
+
+    began: float
+    cpu: float
+    any_suffices: bool
+    operations: list[Operation]
+
+
+class ProgramCall(Waiting):
+    """A call of mpi4py on a communicator, which may be the wait of a thread, or may have started a request."""
+
+    __slots__ = ("arguments", "began", "comm", "keywords", "method", "number")
+    endless, error, any_suffices = True, None, False
+
+    def __init__(self, comm: Any, method: Callable[..., Any], arguments: tuple, keywords: dict[str, Any], number: int):
+        self.comm, self.method, self.arguments, self.keywords = comm, method, arguments, keywords
+        self.number = number  # of a collective on the communicator, otherwise 0
+        self.began = perf_counter()
+
+    @property
+    def what(self) -> ProgramCall:  # type: ignore[override]
+        """The description of the wait."""
+        return self
+
+    @property
+    def calls(self) -> list[ProgramCall]:
+        """The calls whose operations the thread waits for."""
+        return [self]
+
+    @property
+    def name(self) -> str:
+        """The name of mpi4py's method."""
+        return self.method.__name__
+
+    def bound(self) -> dict[str, Any]:
+        """Return the arguments by parameter."""
+        bound = _signature(self.method).bind(self.comm, *self.arguments, **self.keywords)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def ends(self) -> list[tuple[str, Rank, int]]:
+        """Return kind, partner and tag for each end of a message of this call."""
+        bound = self.bound()
+        ends = [(SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag")]
+        found = [(kind, bound[peer], bound.get(tag, bound.get("tag"))) for kind, peer, tag in ends if peer in bound]
+        return [end for end in found if end[1] != MPI.PROC_NULL]
+
+    def operations(self) -> list[Operation]:
+        """Return the operations of the call."""
+        comm, members = self.comm, self.comm.members
+        if self.number:
+            taking_part = _neighbors(comm) if "eighbor" in self.name else members
+            return [Operation(COLLECTIVE, self.name, comm.key, taking_part, self.number)]
+        return [
+            Operation(kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), tag)
+            for kind, peer, tag in self.ends()
+        ]
+
+    def described(self) -> str:
+        """Return partners, tags, root, sizes and communicator as text."""
+        bound, members = self.bound(), self.comm.members
+        parts = [
+            f"{'to' if kind == SEND else 'from'} {'any rank' if peer == MPI.ANY_SOURCE else f'rank {members[peer]}'}"
+            f" with {'any tag' if tag == MPI.ANY_TAG else f'tag {tag}'}"
+            for kind, peer, tag in self.ends()
+        ]
+        parts += [f"root={bound['root']}"] if "root" in bound else []
+        parts += [_size(bound[name]) for name in ("buf", "sendbuf", "recvbuf") if bound.get(name) is not None]
+        return ", ".join([*parts, *([f"on {self.comm.label}"] if self.comm.label != "world" else [])])
+
+    def report(self) -> dict[str, Any]:
+        """Return the entries of a table of waits; the waits of all threads, and whether these are all threads."""
+        waits = {thread: call for thread, call in waits_by_thread.copy().items() if isinstance(call, ProgramCall)}
+        here = next((thread for thread, call in waits.items() if call is self), 0)
+        texts = [call.described() if call is self else f"{call.name} {call.described()}" for call in self.calls]
+        hints = [_hint(call) for call in self.calls if not call.number]
+        threads = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("mpiad-")}
+        return {
+            "call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), ""),
+            "place": site_of(sys._current_frames().get(here)).text,
+            "threads": [call.wait(thread) for thread, call in waits.items()], "all_wait": threads <= waits.keys(),
+        }  # fmt: skip
+
+    def wait(self, thread: int) -> ThreadWait:
+        """Return the wait of a thread."""
+        operations = [operation for call in self.calls for operation in call.operations()]
+        return ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
+
+
+class RequestWait(ProgramCall):
+    """A wait for requests, which a call `name` makes; their ends that are complete have been removed."""
+
+    __slots__ = ("any_suffices", "name", "requests")
+
+    def __init__(self, name: str, requests: list[Request], any_suffices: bool = False):
+        self.name, self.requests, self.any_suffices, self.number = name, requests, any_suffices, 0
+        self.began = perf_counter()
+
+    @property
+    def calls(self) -> list[ProgramCall]:
+        """The calls that have started the requests."""
+        return [request.call for request in self.requests]
+
+
+@cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+def _neighbors(comm: Comm) -> tuple[Rank, ...]:
+    sources, destinations = comm.bare.inoutedges
+    return tuple(comm.members[rank] for rank in {*sources, *destinations} if rank != MPI.PROC_NULL)
+
+
+def _size(buffer: Any) -> str:
+    array = buffer[0] if isinstance(buffer, (list, tuple)) and buffer else buffer
+    if isinstance(array, np.ndarray):
+        return f"shape {array.shape}, {array.dtype}"
+    return "" if array is MPI.IN_PLACE else type(array).__name__
+
+
+def _hint(call: ProgramCall) -> str:
+    receives = [(peer, tag) for kind, peer, tag in call.ends() if kind == RECEIVE]
+    return next(filter(None, (message_instead(call.comm.bare, peer, tag, call.comm.members) for peer, tag in receives)), "")
+
+
+def _cpu_time(thread: int) -> float:
+    # Without such a clock, the duration of a wait is the only sign that the thread has received what has arrived.
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock(thread)) if clock else perf_counter()
+
+
+_Request, _Prequest = MPI.Request, MPI.Prequest
+_collectives: Counter[int] = Counter()  # by communicator: the number of collectives that this rank has begun
+_requests: WeakValueDictionary[int, _ProgramRequest] = WeakValueDictionary()
+# Held while another thread asks MPI for the status of requests, which a call of the program could free.
+_reading = threading.Lock()
+
+
+def counts() -> dict[int, int]:
+    """Return the numbers of collectives that this rank has begun, by communicator."""
+    return dict(_collectives)
+
+
+def pending() -> list[Operation]:
+    """Return the operations that aren't complete, and for which no thread waits."""
+    with _reading:
+        found = [request for reference in _requests.valuerefs() if (request := reference()) is not None]
+        calls = [request.call for request in found if request and not request.is_busy and not _Request.Get_status(request)]
+    return [operation for call in calls for operation in call.operations()]
+
+
+def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    thread = get_ident()
+    before = waits_by_thread.get(thread)
+    waits_by_thread[thread] = wait
+    try:
+        return call(*args, **keywords)
+    finally:
+        restore_wait(thread, before)
+
+
+class _ProgramRequest:
+    """The methods of watched requests, before those of mpi4py's class."""
+
+    call: ProgramCall | None = None  # that has started the request
+    is_busy = False  # whether a thread waits for it
+
+    def Wait(self, status: Status = None) -> bool:
+        """Wait until the request is complete."""
+        return _wait_for("Wait", [self], _Request.Wait, self, status)
+
+    def wait(self, status: Status = None) -> Any:
+        """Wait until the request is complete; return the received object."""
+        return _wait_for("wait", [self], _Request.wait, self, status)
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Wait until all requests are complete."""
+        for request, status in zip(requests, _statuses(requests, statuses)):
+            _wait_for("Waitall", [request], _Request.Wait, request, status)
+        return True
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
+        """Wait until all requests are complete; return the received objects."""
+        pairs = zip(requests, _statuses(requests, statuses))
+        return [_wait_for("waitall", [request], _Request.wait, request, status) for request, status in pairs]
+
+
+def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Sequence[Status]:
+    if statuses is None:
+        return [None] * len(requests)
+    statuses += [MPI.Status() for _ in requests[len(statuses) :]]
+    return statuses
+
+
+def _wait_for(
+    name: str, requests: Sequence[Request], call: Callable[..., Any], *args: Any, any_suffices: bool = False
+) -> Any:
+    # Persistent requests are complete or inactive if they have a status.
+    active = [found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))]
+    if not all(getattr(request, "call", None) for request in active):
+        return call(*args)
+    with _reading:
+        for request in active:
+            request.is_busy = True
+    try:
+        return _during(RequestWait(name, active, any_suffices), call, *args)
+    finally:
+        for request in active:
+            request.is_busy = False
+
+
+def _waits_for_any(name: str) -> Any:
+    bare = getattr(_Request, name)
+
+    def method(cls: type, requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
+        call = partial(bare, requests, *args, **keywords)
+        return _wait_for(name, requests, call, any_suffices=True)
+
+    return classmethod(wraps(bare)(method))
+
+
+def _holds_lock(name: str) -> Any:
+    bare = getattr(_Request, name)
+
+    def method(self: Request, *args: Any, **keywords: Any) -> Any:
+        with _reading:
+            return bare(self, *args, **keywords)
+
+    def class_method(cls: type, *args: Any, **keywords: Any) -> Any:
+        with _reading:
+            return bare(*args, **keywords)
+
+    return classmethod(class_method) if inspect.ismethod(bare) else method
+
+
+class _AnyRequest(type):
+    """The class of request classes, which replace mpi4py's: requests of the latter are instances, too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.__mro__[2])
+
+
+_TESTS = "Test", "test", "Testall", "testall", "Testany", "testany", "Testsome", "testsome", "Free", "Cancel"
+_request_methods = {name: _waits_for_any(name) for name in ("Waitany", "waitany", "Waitsome", "waitsome")}
+_request_methods |= {name: _holds_lock(name) for name in _TESTS} | {"__module__": "mpi4py.MPI"}
+_REQUESTS = {
+    bare: _AnyRequest(bare.__name__, (_ProgramRequest, bare), dict(_request_methods)) for bare in (_Request, _Prequest)
+}
+
+
+def _watched_request(request: Request, call: ProgramCall) -> Request:
+    found = _REQUESTS[type(request)](request)
+    found.call = call
+    _requests[id(found)] = found
+    return found
+
+
+class _Communicator:
+    """The methods of watched communicators, before those of mpi4py's class."""
+
+    bare: Comm  # of mpi4py's class
+    members: tuple[Rank, ...]  # ranks in the world
+    key: int
+    label: str
+
+    def __reduce__(self) -> Any:
+        return "COMM_WORLD" if self is MPI.COMM_WORLD else self.bare.__reduce__()
+
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG, status: Status = None,
+    ) -> None:  # fmt: skip
+        """Send and receive, by nonblocking calls, so that a report shows which of the two isn't complete."""
+        receive = self.Irecv(recvbuf, source, recvtag)  # type: ignore[attr-defined]
+        send = self.Isend(sendbuf, dest, sendtag)  # type: ignore[attr-defined]
+        _wait_for("Sendrecv", [send], _Request.Wait, send)
+        _wait_for("Sendrecv", [receive], _Request.Wait, receive, status)
+
+    def sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG, status: Status = None,
+    ) -> Any:  # fmt: skip
+        """Send and receive objects; see `Sendrecv`."""
+        send = self.isend(sendobj, dest, sendtag)  # type: ignore[attr-defined]
+        received = self.recv(recvbuf, source, recvtag, status)  # type: ignore[attr-defined]
+        send.wait()
+        return received
+
+
+_COLLECTIVES = (
+    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
+    "Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall "
+    "Neighbor_alltoallv Neighbor_alltoallw"
+).split()
+_OF_OBJECTS = "barrier bcast gather scatter allgather alltoall reduce allreduce scan exscan".split()
+_OF_OBJECTS += ["neighbor_allgather", "neighbor_alltoall"]
+_CONSTRUCTORS = "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph".split()
+_CONSTRUCTORS += ["Create_dist_graph_adjacent", "Sub"]
+_WAITING = "Send Bsend Ssend Rsend send bsend ssend Recv recv Probe probe Mprobe mprobe Sendrecv_replace".split()
+_STARTING = "Isend Ibsend Issend Irsend isend ibsend issend Irecv irecv Send_init Bsend_init Ssend_init Rsend_init".split()
+_STARTING += ["Recv_init"]
+
+
+def _call_of_communicator(bare: Callable[..., Any], collective: bool, starts: bool) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **keywords: Any) -> Any:
+        number = 0
+        if collective:
+            number = _collectives[self.key] = _collectives[self.key] + 1
+        call = ProgramCall(self, bare, args, keywords, number)
+        if starts:
+            return _watched_request(bare(self, *args, **keywords), call)
+        return _during(call, bare, self, *args, **keywords)
+
+    return wraps(bare)(method)
+
+
+def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda self, *args, **keywords: watched(method(self, *args, **keywords)))
+
+
+@cache
+def _class_of(bare: type) -> type:
+    methods = {}
+    nonblocking = [f"I{name.lower()}" for name in _COLLECTIVES]
+    for name in [*_COLLECTIVES, *_OF_OBJECTS, *_CONSTRUCTORS, "Free", "Disconnect", *_WAITING, *_STARTING, *nonblocking]:
+        if (found := getattr(bare, name, None)) is not None:
+            starts = name in _STARTING or name in nonblocking
+            method = _call_of_communicator(found, name not in _WAITING and name not in _STARTING, starts)
+            methods[name] = _constructs(method) if name in _CONSTRUCTORS else method
+    return type(bare.__name__, (_Communicator, bare), methods | {"__module__": "mpi4py.MPI", "bare_class": bare})
+
+
+def watched(comm: Comm, label: str | None = None) -> Comm:
+    """Return a watched communicator with the same handle; return the null communicator and other objects unchanged."""
+    bare = getattr(type(comm), "bare_class", type(comm))
+    if not isinstance(comm, MPI.Intracomm) or not comm:
+        return comm
+    found = _class_of(bare)(comm)
+    found.bare = bare(comm)
+    found.members, number, name = named(found.bare)
+    found.key, found.label = fingerprint(found.members, number), label or name
+    return found
+
+
+def watch_program(comm: Comm) -> Comm:
+    """Return a watched communicator; it replaces mpi4py's if it is `MPI.COMM_WORLD`."""
+    found = watched(comm, "world")
+    MPI.Request, MPI.Prequest = _REQUESTS.values()
+    if comm == MPI.COMM_WORLD:
+        MPI.COMM_WORLD = found
+    return found
