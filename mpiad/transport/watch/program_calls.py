@@ -5,7 +5,8 @@ the thread's current wait. Nothing is computed from it before a report, so a cal
 Constructors return watched communicators, and nonblocking calls return watched requests, which keep the call that started
 them. So reports contain the operations that each thread waits for, and those that are pending.
 
-The operations of a wait are incomplete ones only: `Waitall` and `Sendrecv` remove those that end, by `Waitsome`.
+`Waitall` and `Sendrecv` wait for one request after the other. So the operation of a wait is incomplete, and MPI can be
+asked which of the others are.
 
 Not watched are intercommunicators, windows, files, partitioned messages, `Idup`, `Create_group`, `Create_from_group`,
 `mpi4py.util.pkl5`, and libraries that receive the handle of a communicator. Tests and probes that don't wait aren't
@@ -15,12 +16,13 @@ waits: a program that repeats them computes.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
+from math import nan
 from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -32,8 +34,11 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Rank, Request, Status
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.calls import site_of
-from mpiad.transport.core.channels import named
-from mpiad.transport.watch.timed_waits import Waiting, message_instead, restore_wait, waits_by_thread
+from mpiad.transport.core.channels import cancel, named
+from mpiad.transport.core.collectives import name_of
+from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
+from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, restore_wait, waits_by_thread
 
 COLLECTIVE, SEND, RECEIVE = "collective", "send", "receive"
 
@@ -76,7 +81,7 @@ class ProgramCall(Waiting):
     """A call of mpi4py on a communicator, which may be the wait of a thread, or may have started a request."""
 
     __slots__ = ("arguments", "began", "comm", "keywords", "method", "number")
-    endless, error, any_suffices = True, None, False
+    endless, error, is_sent = True, None, False
 
     def __init__(self, comm: Any, method: Callable[..., Any], arguments: tuple, keywords: dict[str, Any], number: int):
         self.comm, self.method, self.arguments, self.keywords = comm, method, arguments, keywords
@@ -94,6 +99,11 @@ class ProgramCall(Waiting):
         return [self]
 
     @property
+    def any_suffices(self) -> bool:
+        """Whether the wait may end before all of the operations, since some of them may already have ended."""
+        return not self.number and len(self.ends()) > 1
+
+    @property
     def name(self) -> str:
         """The name of mpi4py's method."""
         return self.method.__name__
@@ -109,20 +119,20 @@ class ProgramCall(Waiting):
         bound = self.bound()
         ends = [(SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag")]
         found = [(kind, bound[peer], bound.get(tag, bound.get("tag"))) for kind, peer, tag in ends if peer in bound]
-        return [end for end in found if end[1] != MPI.PROC_NULL]
+        return [end for end in found if end[1] != MPI.PROC_NULL and not (self.is_sent and end[0] == SEND)]
 
     def operations(self) -> list[Operation]:
         """Return the operations of the call."""
         comm, members = self.comm, self.comm.members
         if self.number:
-            taking_part = _neighbors(comm) if "eighbor" in self.name else members
+            taking_part = comm.neighbors if "eighbor" in self.name else members
             return [Operation(COLLECTIVE, self.name, comm.key, taking_part, self.number)]
         return [
             Operation(kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), tag)
             for kind, peer, tag in self.ends()
         ]
 
-    def described(self) -> str:
+    def described(self, with_root: bool = True) -> str:
         """Return partners, tags, root, sizes and communicator as text."""
         bound, members = self.bound(), self.comm.members
         parts = [
@@ -130,42 +140,71 @@ class ProgramCall(Waiting):
             f" with {'any tag' if tag == MPI.ANY_TAG else f'tag {tag}'}"
             for kind, peer, tag in self.ends()
         ]
-        parts += [f"root={bound['root']}"] if "root" in bound else []
-        parts += [_size(bound[name]) for name in ("buf", "sendbuf", "recvbuf") if bound.get(name) is not None]
+        parts += [f"root={bound['root']}"] if "root" in bound and with_root else []
+        names = ("recvbuf",) if self.is_sent else ("buf", "sendbuf", "recvbuf")
+        parts += list(filter(None, (_size(bound.get(name)) for name in names)))[:1]
         return ", ".join([*parts, *([f"on {self.comm.label}"] if self.comm.label != "world" else [])])
 
     def report(self) -> dict[str, Any]:
         """Return the entries of a table of waits; the waits of all threads, and whether these are all threads."""
-        waits = {thread: call for thread, call in waits_by_thread.copy().items() if isinstance(call, ProgramCall)}
+        waits = {thread: wait.what for thread, wait in waits_by_thread.copy().items() if isinstance(wait.what, ProgramCall)}
         here = next((thread for thread, call in waits.items() if call is self), 0)
         texts = [call.described() if call is self else f"{call.name} {call.described()}" for call in self.calls]
-        hints = [_hint(call) for call in self.calls if not call.number]
-        threads = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("mpiad-")}
+        hints = [_hint(call) for call in self.calls]
+        threads = {thread.ident: thread for thread in threading.enumerate() if not thread.name.startswith("mpiad-")}
         return {
             "call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), ""),
             "place": site_of(sys._current_frames().get(here)).text,
-            "threads": [call.wait(thread) for thread, call in waits.items()], "all_wait": threads <= waits.keys(),
+            "threads": [call.wait(threads[thread]) for thread, call in waits.items() if thread in threads],
+            "all_wait": threads.keys() <= waits.keys(),
         }  # fmt: skip
 
-    def wait(self, thread: int) -> ThreadWait:
+    def give_up(self, reason: str) -> None:
+        """Do nothing: the program's communicators aren't marked."""
+
+    def needs_departed(self, gone: dict[int, Departure], before: float) -> bool:
+        """Return False, since `status` examines the calls of the program."""
+        return False
+
+    def wait(self, thread: threading.Thread) -> ThreadWait:
         """Return the wait of a thread."""
         operations = [operation for call in self.calls for operation in call.operations()]
         return ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
 
 
 class RequestWait(ProgramCall):
-    """A wait for requests, which a call `name` makes; their ends that are complete have been removed."""
+    """A wait for requests, which a call `name` makes."""
 
-    __slots__ = ("any_suffices", "name", "requests")
+    __slots__ = ("for_any", "name", "requests")
 
-    def __init__(self, name: str, requests: list[Request], any_suffices: bool = False):
-        self.name, self.requests, self.any_suffices, self.number = name, requests, any_suffices, 0
+    def __init__(self, name: str, requests: list[Request], for_any: bool = False):
+        self.name, self.requests, self.for_any, self.number = name, requests, for_any, 0
         self.began = perf_counter()
+
+    @property
+    def any_suffices(self) -> bool:
+        """Whether one of the operations suffices, or some of them may already have ended."""
+        return self.for_any or any(call.any_suffices for call in self.calls)
 
     @property
     def calls(self) -> list[ProgramCall]:
         """The calls that have started the requests."""
         return [request.call for request in self.requests]
+
+
+class _Exchange(ProgramCall):
+    """A call of `Sendrecv`; `is_sent`: whether the message has been sent."""
+
+    __slots__ = ("is_sent",)
+
+    def complete(self, send: Request, receive: Request, status: Status) -> None:
+        """Wait for both."""
+        send.Wait()
+        self.is_sent = True
+        receive.Wait(status)
+
+
+_SENDRECV = MPI.Comm.Sendrecv
 
 
 @cache
@@ -174,32 +213,40 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
 
 
 def _neighbors(comm: Comm) -> tuple[Rank, ...]:
-    sources, destinations = comm.bare.inoutedges
-    return tuple(comm.members[rank] for rank in {*sources, *destinations} if rank != MPI.PROC_NULL)
+    return tuple({rank for ranks in comm.inoutedges for rank in ranks if rank != MPI.PROC_NULL})
 
 
 def _size(buffer: Any) -> str:
     array = buffer[0] if isinstance(buffer, (list, tuple)) and buffer else buffer
-    if isinstance(array, np.ndarray):
-        return f"shape {array.shape}, {array.dtype}"
-    return "" if array is MPI.IN_PLACE else type(array).__name__
+    return f"shape {array.shape}, {array.dtype}" if isinstance(array, np.ndarray) else ""
 
 
 def _hint(call: ProgramCall) -> str:
-    receives = [(peer, tag) for kind, peer, tag in call.ends() if kind == RECEIVE]
-    return next(filter(None, (message_instead(call.comm.bare, peer, tag, call.comm.members) for peer, tag in receives)), "")
+    comm = call.comm
+    with _reading:
+        ends = call.ends() if comm.bare and not call.number else []
+        receives = [message_instead(comm.bare, peer, tag, comm.members) for kind, peer, tag in ends if kind == RECEIVE]
+    return next(filter(None, receives), "")
 
 
-def _cpu_time(thread: int) -> float:
+_HAS_CLOCKS = os.path.exists("/proc/self/schedstat")
+
+
+def _cpu_time(thread: threading.Thread) -> float:
     # Without such a clock, the duration of a wait is the only sign that the thread has received what has arrived.
-    clock = getattr(time, "pthread_getcpuclockid", None)
-    return time.clock_gettime(clock(thread)) if clock else perf_counter()
+    if not _HAS_CLOCKS:
+        return perf_counter()
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+            return int(file.read().split()[0]) * 1e-9
+    except OSError:  # the thread has ended
+        return nan
 
 
 _Request, _Prequest = MPI.Request, MPI.Prequest
 _collectives: Counter[int] = Counter()  # by communicator: the number of collectives that this rank has begun
 _requests: WeakValueDictionary[int, _ProgramRequest] = WeakValueDictionary()
-# Held while another thread asks MPI for the status of requests, which a call of the program could free.
+# Held while another thread uses requests and communicators, which a call of the program could free.
 _reading = threading.Lock()
 
 
@@ -261,9 +308,7 @@ def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Seq
     return statuses
 
 
-def _wait_for(
-    name: str, requests: Sequence[Request], call: Callable[..., Any], *args: Any, any_suffices: bool = False
-) -> Any:
+def _wait_for(name: str, requests: Sequence[Request], call: Callable[..., Any], *args: Any, for_any: bool = False) -> Any:
     # Persistent requests are complete or inactive if they have a status.
     active = [found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))]
     if not all(getattr(request, "call", None) for request in active):
@@ -272,7 +317,7 @@ def _wait_for(
         for request in active:
             request.is_busy = True
     try:
-        return _during(RequestWait(name, active, any_suffices), call, *args)
+        return _during(RequestWait(name, active, for_any), call, *args)
     finally:
         for request in active:
             request.is_busy = False
@@ -283,7 +328,7 @@ def _waits_for_any(name: str) -> Any:
 
     def method(cls: type, requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
         call = partial(bare, requests, *args, **keywords)
-        return _wait_for(name, requests, call, any_suffices=True)
+        return _wait_for(name, requests, call, for_any=True)
 
     return classmethod(wraps(bare)(method))
 
@@ -327,10 +372,12 @@ def _watched_request(request: Request, call: ProgramCall) -> Request:
 class _Communicator:
     """The methods of watched communicators, before those of mpi4py's class."""
 
-    bare: Comm  # of mpi4py's class
+    bare: Comm  # of mpi4py's class; the null communicator once the program frees this one
     members: tuple[Rank, ...]  # ranks in the world
+    neighbors: tuple[Rank, ...]  # those of the process topology
     key: int
     label: str
+    agreement: Agreement | None  # compares the ranks' collectives in debug mode
 
     def __reduce__(self) -> Any:
         return "COMM_WORLD" if self is MPI.COMM_WORLD else self.bare.__reduce__()
@@ -339,11 +386,16 @@ class _Communicator:
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
         recvtag: int = MPI.ANY_TAG, status: Status = None,
     ) -> None:  # fmt: skip
-        """Send and receive, by nonblocking calls, so that a report shows which of the two isn't complete."""
-        receive = self.Irecv(recvbuf, source, recvtag)  # type: ignore[attr-defined]
-        send = self.Isend(sendbuf, dest, sendtag)  # type: ignore[attr-defined]
-        _wait_for("Sendrecv", [send], _Request.Wait, send)
-        _wait_for("Sendrecv", [receive], _Request.Wait, receive, status)
+        """Send and receive, by nonblocking calls, so that a report shows whether the message has been sent."""
+        call = _Exchange(self, _SENDRECV, (sendbuf, dest, sendtag, recvbuf, source, recvtag, status), {}, 0)
+        call.is_sent = False
+        receive = self.bare.Irecv(recvbuf, source, recvtag)
+        try:
+            send = self.bare.Isend(sendbuf, dest, sendtag)
+        except Exception:
+            cancel(receive)
+            raise
+        _during(call, call.complete, send, receive, status)
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
@@ -367,10 +419,34 @@ _CONSTRUCTORS = "Dup Dup_with_info Clone Create Split Split_type Create_cart Cre
 _CONSTRUCTORS += ["Create_dist_graph_adjacent", "Sub"]
 _WAITING = "Send Bsend Ssend Rsend send bsend ssend Recv recv Probe probe Mprobe mprobe Sendrecv_replace".split()
 _STARTING = "Isend Ibsend Issend Irsend isend ibsend issend Irecv irecv Send_init Bsend_init Ssend_init Rsend_init".split()
-_STARTING += ["Recv_init"]
+_STARTING += ["Recv_init", "Isendrecv", "Isendrecv_replace"]
+
+
+# Collectives whose counts and types MPI requires to be equal on all ranks, except after `MPI.IN_PLACE`, and the argument.
+_COMPARED = {"Bcast": "buf", "Scatter": "recvbuf"} | dict.fromkeys(("Gather", "Allgather", "Alltoall"), "sendbuf")
+_COMPARED |= dict.fromkeys(("Reduce", "Allreduce", "Scan", "Exscan"), "sendbuf")
+
+
+def _compare(call: ProgramCall) -> None:
+    """Raise an error on all ranks, in debug mode, if their collectives differ in name, root, reduction, count or type."""
+    agreement, bound, lane = call.comm.agreement, call.bound(), lane_of(0)
+    array, op = bound.get(_COMPARED.get(call.name, "")), bound.get("op")
+    shape, dtype = ((array.size,), str(array.dtype)) if isinstance(array, np.ndarray) else (None, None)
+    reduction = None if op is None else name_of(op) or "user-defined"
+    place = site_of(sys._getframe(1)).text
+    described = (call.name, call.comm.label, bound.get("root"), reduction, shape, dtype, None, call.name)
+    mine = Description(*described, call.described(with_root=False), place)
+    if not agreement.agree(fingerprint(mine.compared) >> 2, lane, lambda: call):
+        every = agreement.descriptions((mine, 0), lane, lambda: call)
+        if any(description.shape is None for description, _ in every):  # unknown, as for buffers with derived types
+            every = [(description._replace(shape=None, dtype=None), starts) for description, starts in every]
+        if len({description.compared for description, _ in every}) > 1:
+            raise_mismatch(every, agreement)
 
 
 def _call_of_communicator(bare: Callable[..., Any], collective: bool, starts: bool) -> Callable[..., Any]:
+    frees = bare.__name__ in ("Free", "Disconnect")
+
     def method(self: Any, *args: Any, **keywords: Any) -> Any:
         number = 0
         if collective:
@@ -378,6 +454,11 @@ def _call_of_communicator(bare: Callable[..., Any], collective: bool, starts: bo
         call = ProgramCall(self, bare, args, keywords, number)
         if starts:
             return _watched_request(bare(self, *args, **keywords), call)
+        if collective and self.agreement is not None:
+            _compare(call)
+        if frees:
+            with _reading:
+                self.bare = MPI.COMM_NULL
         return _during(call, bare, self, *args, **keywords)
 
     return wraps(bare)(method)
@@ -407,7 +488,12 @@ def watched(comm: Comm, label: str | None = None) -> Comm:
     found = _class_of(bare)(comm)
     found.bare = bare(comm)
     found.members, number, name = named(found.bare)
-    found.key, found.label = fingerprint(found.members, number), label or name
+    found.key, found.label, found.agreement = fingerprint(found.members, number), label or name, None
+    edges = _neighbors(found.bare) if isinstance(comm, MPI.Topocomm) else ()
+    found.neighbors = tuple(found.members[rank] for rank in edges)
+    if watch_settings.debug() and found.size > 1:
+        found.agreement = Agreement(found.bare.Dup(), found.members, f"{found.label}, program")
+        found.agreement.open()
     return found
 
 
@@ -415,6 +501,7 @@ def watch_program(comm: Comm) -> Comm:
     """Return a watched communicator; it replaces mpi4py's if it is `MPI.COMM_WORLD`."""
     found = watched(comm, "world")
     MPI.Request, MPI.Prequest = _REQUESTS.values()
+    MPI.Init, MPI.Init_thread = lambda: None, lambda required=MPI.THREAD_MULTIPLE: MPI.Query_thread()  # MPI is initialized
     if comm == MPI.COMM_WORLD:
         MPI.COMM_WORLD = found
     return found

@@ -269,12 +269,12 @@ class Responder(StateExchange):
         """Ask the other ranks if calls of the program wait for long; end the job if they can't end."""
         waits = list(timed_waits.waits_by_thread.copy().values())
         doubt, now, limit = self._doubt, perf_counter(), watch_settings.present().timeout
-        began = [call.began for call in waits]
+        began = [wait.began for wait in waits]
         if began != doubt.began:
             doubt = self._doubt = _Doubt(began, now + _DOUBTFUL_AFTER)
         if len(departed) > doubt.departures:
             doubt.departures, doubt.due = len(departed), min(doubt.due, now + _DOUBTFUL_AFTER)
-        if now < doubt.due or not waits or not all(isinstance(wait, ProgramCall) for wait in waits):
+        if now < doubt.due or not waits or not all(isinstance(wait.what, ProgramCall) for wait in waits):
             return
         states = self._states()
         kept = [state if _is_same_wait(old, state) else None for old, state in zip(doubt.states or states, states)]

@@ -1,5 +1,6 @@
 # Two communicators are used in opposite orders.
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: this wait can't end: rank 0 -> rank 1 -> rank 0
 # says: waits [12] s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 1
 from mpi4py import MPI

@@ -1,6 +1,7 @@
 # A rank computes forever.
 # environment: MPIAD_TIMEOUT=2
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: 1 +computes +- +endless_loop.py:(11|12)
 # says: waits [234] s +Barrier\(\) +{here} +rank 1
 from mpi4py import MPI

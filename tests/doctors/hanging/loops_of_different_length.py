@@ -1,5 +1,6 @@
 # A local stopping test lets one rank leave an iteration earlier, for the barrier of another communicator.
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: this wait can't end: rank 0 -> rank 1 -> rank 0
 # says: waits [12] s +allreduce\(.*\) +{iterates} +rank 1
 # says: waits [12] s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 0

@@ -1,6 +1,7 @@
 # A master expects a result of each rank, its own one included.
 # ranks: 3
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: waits [12] s +recv\(from any rank with tag 7\) +{here}.* +ranks 1-2
 # says: for ranks 1-2, which left the program
 from mpi4py import MPI

@@ -1,6 +1,7 @@
 # The only rank receives what it hasn't sent.
 # ranks: 1
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: rank 0 has waited for [12] seconds in Recv at {here}, and this wait can't end: rank 0 -> rank 0
 import numpy as np
 from mpi4py import MPI

@@ -1,6 +1,7 @@
 # A rank of a grid doesn't exchange with its neighbors.
 # ranks: 4
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: 1 +waits [12] s +neighbor_allgather\(on communicator .*\) +{here} +rank 0
 from mpi4py import MPI
 

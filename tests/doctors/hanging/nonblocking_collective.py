@@ -1,6 +1,7 @@
 # One rank doesn't start a nonblocking collective.
 # ranks: 3
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: waits [12] s +Wait\(Iallreduce shape \(1,\), float64.*\) +{here} +rank 1
 import numpy as np
 from mpi4py import MPI

@@ -1,6 +1,7 @@
 # A rank skips a collective on a communicator of some ranks; the ranks outside of it wait, too.
 # ranks: 4
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: waits [12] s +allgather\(on communicator .* of ranks \[0, 2\]\) +{here} +rank 2
 # says: 2 +waits [12] s +Barrier\(\) +{end} +rank 0
 from mpi4py import MPI

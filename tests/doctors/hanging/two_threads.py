@@ -1,6 +1,7 @@
 # A thread receives what isn't sent, and the main thread waits for it.
 # environment: MPIAD_TIMEOUT=2
 # arguments: -m mpiad.watch
+# thorough: yes
 # says: 1 +waits [1-4] s +recv\(from rank 0 with tag 1\) +{here}.* +rank 0
 import threading
 
