@@ -326,25 +326,20 @@ def _wait_for(name: str, requests: Sequence[Request], call: Callable[..., Any], 
 def _waits_for_any(name: str) -> Any:
     bare = getattr(_Request, name)
 
-    def method(cls: type, requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
-        call = partial(bare, requests, *args, **keywords)
-        return _wait_for(name, requests, call, for_any=True)
+    def method(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
+        return _wait_for(name, requests, partial(bare, requests, *args, **keywords), for_any=True)
 
-    return classmethod(wraps(bare)(method))
+    return staticmethod(wraps(bare)(method))
 
 
 def _holds_lock(name: str) -> Any:
     bare = getattr(_Request, name)
 
-    def method(self: Request, *args: Any, **keywords: Any) -> Any:
-        with _reading:
-            return bare(self, *args, **keywords)
-
-    def class_method(cls: type, *args: Any, **keywords: Any) -> Any:
+    def method(*args: Any, **keywords: Any) -> Any:
         with _reading:
             return bare(*args, **keywords)
 
-    return classmethod(class_method) if inspect.ismethod(bare) else method
+    return staticmethod(method) if inspect.ismethod(bare) else method
 
 
 class _AnyRequest(type):
@@ -413,8 +408,6 @@ _COLLECTIVES = (
     "Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall "
     "Neighbor_alltoallv Neighbor_alltoallw"
 ).split()
-_OF_OBJECTS = "barrier bcast gather scatter allgather alltoall reduce allreduce scan exscan".split()
-_OF_OBJECTS += ["neighbor_allgather", "neighbor_alltoall"]
 _CONSTRUCTORS = "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph".split()
 _CONSTRUCTORS += ["Create_dist_graph_adjacent", "Sub"]
 _WAITING = "Send Bsend Ssend Rsend send bsend ssend Recv recv Probe probe Mprobe mprobe Sendrecv_replace".split()
@@ -471,8 +464,9 @@ def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _class_of(bare: type) -> type:
     methods = {}
-    nonblocking = [f"I{name.lower()}" for name in _COLLECTIVES]
-    for name in [*_COLLECTIVES, *_OF_OBJECTS, *_CONSTRUCTORS, "Free", "Disconnect", *_WAITING, *_STARTING, *nonblocking]:
+    of_objects = [name.lower() for name in _COLLECTIVES]
+    nonblocking = [f"I{name}" for name in of_objects]
+    for name in [*_COLLECTIVES, *of_objects, *_CONSTRUCTORS, "Free", "Disconnect", *_WAITING, *_STARTING, *nonblocking]:
         if (found := getattr(bare, name, None)) is not None:
             starts = name in _STARTING or name in nonblocking
             method = _call_of_communicator(found, name not in _WAITING and name not in _STARTING, starts)
