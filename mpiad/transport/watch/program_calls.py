@@ -309,17 +309,19 @@ def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Seq
 
 
 def _wait_for(name: str, requests: Sequence[Request], call: Callable[..., Any], *args: Any, for_any: bool = False) -> Any:
-    # Persistent requests are complete or inactive if they have a status.
-    active = [found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))]
-    if not all(getattr(request, "call", None) for request in active):
-        return call(*args)
     with _reading:
-        for request in active:
+        # Persistent requests are complete or inactive if they have a status.
+        active = [
+            found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))
+        ]
+        known = [request for request in active if getattr(request, "call", None)]
+        for request in known:
             request.is_busy = True
     try:
-        return _during(RequestWait(name, active, for_any), call, *args)
+        # A call that also waits for other requests may end at any time, so it isn't described.
+        return _during(RequestWait(name, known, for_any), call, *args) if len(known) == len(active) else call(*args)
     finally:
-        for request in active:
+        for request in known:
             request.is_busy = False
 
 
@@ -332,9 +334,7 @@ def _waits_for_any(name: str) -> Any:
     return staticmethod(wraps(bare)(method))
 
 
-def _holds_lock(name: str) -> Any:
-    bare = getattr(_Request, name)
-
+def _holds_lock(bare: Callable[..., Any]) -> Any:
     def method(*args: Any, **keywords: Any) -> Any:
         with _reading:
             return bare(*args, **keywords)
@@ -349,12 +349,16 @@ class _AnyRequest(type):
         return isinstance(instance, cls.__mro__[2])
 
 
-_TESTS = "Test", "test", "Testall", "testall", "Testany", "testany", "Testsome", "testsome", "Free", "Cancel"
-_request_methods = {name: _waits_for_any(name) for name in ("Waitany", "waitany", "Waitsome", "waitsome")}
-_request_methods |= {name: _holds_lock(name) for name in _TESTS} | {"__module__": "mpi4py.MPI"}
-_REQUESTS = {
-    bare: _AnyRequest(bare.__name__, (_ProgramRequest, bare), dict(_request_methods)) for bare in (_Request, _Prequest)
-}
+_LOCKED = "Test test Testall testall Testany testany Testsome testsome Free free Cancel cancel Start Startall".split()
+
+
+def _class_of_requests(bare: type) -> type:
+    methods = {name: _waits_for_any(name) for name in ("Waitany", "waitany", "Waitsome", "waitsome")}
+    methods |= {name: _holds_lock(getattr(bare, name)) for name in _LOCKED if hasattr(bare, name)}
+    return _AnyRequest(bare.__name__, (_ProgramRequest, bare), methods | {"__module__": "mpi4py.MPI"})
+
+
+_REQUESTS = {bare: _class_of_requests(bare) for bare in (_Request, _Prequest)}
 
 
 def _watched_request(request: Request, call: ProgramCall) -> Request:

@@ -2,7 +2,7 @@
 # arguments: -m mpiad.watch
 # thorough: yes
 # says: this wait can't end: rank 0 -> rank 1 -> rank 0
-# says: waits [12] s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 1
+# says: waits [0-9.]+ s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 1
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

@@ -2,8 +2,8 @@
 # arguments: -m mpiad.watch
 # thorough: yes
 # says: this wait can't end: rank 0 -> rank 1 -> rank 0
-# says: waits [12] s +allreduce\(.*\) +{iterates} +rank 1
-# says: waits [12] s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 0
+# says: waits [0-9.]+ s +allreduce\(.*\) +{iterates} +rank 1
+# says: waits [0-9.]+ s +Barrier\(on communicator .* of ranks \[0, 1\]\) +{here} +rank 0
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

@@ -2,8 +2,8 @@
 # ranks: 4
 # arguments: -m mpiad.watch
 # thorough: yes
-# says: waits [12] s +allgather\(on communicator .* of ranks \[0, 2\]\) +{here} +rank 2
-# says: 2 +waits [12] s +Barrier\(\) +{end} +rank 0
+# says: waits [0-9.]+ s +allgather\(on communicator .* of ranks \[0, 2\]\) +{here} +rank 2
+# says: 2 +waits [0-9.]+ s +Barrier\(\) +{end} +rank 0
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

@@ -1,7 +1,7 @@
 # A persistent send is started once, and its receive twice.
 # arguments: -m mpiad.watch
 # thorough: yes
-# says: waits [12] s +Wait\(Recv_init from rank 0 with tag 6, shape \(2,\), float64\) +{here} +rank 0
+# says: waits [0-9.]+ s +Wait\(Recv_init from rank 0 with tag 6, shape \(2,\), float64\) +{here} +rank 0
 import numpy as np
 from mpi4py import MPI
 

@@ -2,7 +2,7 @@
 # environment: MPIAD_TIMEOUT=4
 # arguments: -m mpiad.watch
 # says: 1 +computes +a function that keeps Python's lock +{stalls}
-# says: waits [4-7] s +Barrier\(\) +{here} +rank 1
+# says: waits [0-9.]+ s +Barrier\(\) +{here} +rank 1
 import re
 
 from mpi4py import MPI

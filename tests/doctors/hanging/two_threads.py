@@ -2,7 +2,7 @@
 # environment: MPIAD_TIMEOUT=2
 # arguments: -m mpiad.watch
 # thorough: yes
-# says: 1 +waits [1-4] s +recv\(from rank 0 with tag 1\) +{here}.* +rank 0
+# says: 1 +waits [0-9.]+ s +recv\(from rank 0 with tag 1\) +{here}.* +rank 0
 import threading
 
 from mpi4py import MPI
