@@ -118,7 +118,9 @@ class ProgramCall(Waiting):
         """Return kind, partner and tag for each end of a message of this call."""
         bound = self.bound()
         ends = [(SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag")]
-        found = [(kind, bound[peer], bound.get(tag, bound.get("tag"))) for kind, peer, tag in ends if peer in bound]
+        found = [
+            (kind, bound[peer], bound[tag] if tag in bound else bound["tag"]) for kind, peer, tag in ends if peer in bound
+        ]
         return [end for end in found if end[1] != MPI.PROC_NULL and not (self.is_sent and end[0] == SEND)]
 
     def operations(self) -> list[Operation]:
@@ -178,7 +180,8 @@ class RequestWait(ProgramCall):
     __slots__ = ("for_any", "name", "requests")
 
     def __init__(self, name: str, requests: list[Request], for_any: bool = False):
-        self.name, self.requests, self.for_any, self.number = name, requests, for_any, 0
+        self.requests, self.for_any, self.number = requests, for_any, 0
+        self.name = name  # type: ignore[misc]
         self.began = perf_counter()
 
     @property
@@ -245,7 +248,7 @@ def _cpu_time(thread: threading.Thread) -> float:
 
 _Request, _Prequest = MPI.Request, MPI.Prequest
 _collectives: Counter[int] = Counter()  # by communicator: the number of collectives that this rank has begun
-_requests: WeakValueDictionary[int, _ProgramRequest] = WeakValueDictionary()
+_requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # Held while another thread uses requests and communicators, which a call of the program could free.
 _reading = threading.Lock()
 
@@ -308,7 +311,7 @@ def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Seq
     return statuses
 
 
-def _wait_for(name: str, requests: Sequence[Request], call: Callable[..., Any], *args: Any, for_any: bool = False) -> Any:
+def _wait_for(name: str, requests: Sequence[Any], call: Callable[..., Any], *args: Any, for_any: bool = False) -> Any:
     with _reading:
         # Persistent requests are complete or inactive if they have a status.
         active = [
