@@ -317,7 +317,7 @@ def _wait_for(name: str, requests: Sequence[Any], call: Callable[..., Any], *arg
         active = [
             found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))
         ]
-        known = [request for request in active if getattr(request, "call", None)]
+        known: list[Any] = [request for request in active if getattr(request, "call", None)]
         for request in known:
             request.is_busy = True
     try:
