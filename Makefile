@@ -9,7 +9,7 @@
 #   RANKS         the numbers of ranks that the tests run on
 #   T             the tests to run
 #   PYTEST_FLAGS  further flags of pytest
-#   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS
+#   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS, and `make test-doctors`
 #   INTERRUPTS    how many interrupts `make interrupts` makes
 #   SEED          what both are drawn from; another one at each run by default
 #   MUTANTS       how many mutants of the library `make test-all` runs the tests on; none by default
@@ -141,6 +141,10 @@ test-doctors: $(VENV)/.ready-test ## diagnose wrong adjoints on 1, 2 and 3 ranks
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
+
+test-doctors: $(VENV)/.ready-test ## check that faults are found, and that right programs are not suspected (PROGRAMS=100000 SEED=5 RANKS="2 3")
+	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) --thorough tests/doctors
+	@$(BIN)/python tests/doctors/right_programs.py --programs $(PROGRAMS) --ranks $(filter-out 1,$(RANKS)) $(if $(SEED),--seed $(SEED))
 
 ensemble-record: $(VENV)/.ready-test ## compare 500 random ensembles and their derivatives with the recorded ones (WRITE=1: record them)
 	@PYTHONPATH=. $(LAUNCH) --ranks $(if $(WRITE),1,1 2) --limit 3600 -- tests/ensemble_record.py $(if $(WRITE),--write)

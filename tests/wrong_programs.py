@@ -92,7 +92,7 @@ def complaints(program: WrongProgram) -> list[str]:
     """Run a program and return what is wrong with its end; nothing, where it ends as it must."""
     arguments = [*program.arguments, str(program.path)]
     job = launch.run_captured(program.ranks, arguments, limit=program.within, env=program.environment, mpiexec=True)
-    return _missed(program, job)
+    return missing(program, job)
 
 
 def jobs(programs: list[WrongProgram]) -> list[list[WrongProgram]]:
@@ -116,14 +116,14 @@ def complaints_in_turn(programs: list[WrongProgram], folder: Path) -> list[str]:
     for program, path in zip(programs, paths):
         wrote = {kind: Path(f"{path}.{kind}") for kind in ("stdout", "stderr")}
         texts = {kind: file.read_text() if file.exists() else "(not begun)" for kind, file in wrote.items()}
-        missed = _missed(program, launch.Outcome(1, "", job.seconds, **texts))
+        missed = missing(program, launch.Outcome(1, "", job.seconds, **texts))
         found += [f"{program.path.name}:", *missed] if missed else []
     if job.returncode:
         found.append(f"the job ended with exit {job.returncode}: {job.reports}\n{job.stdout}\n{job.stderr}")
     return found
 
 
-def _missed(program: WrongProgram, job: launch.Outcome) -> list[str]:
+def missing(program: WrongProgram, job: launch.Outcome) -> list[str]:
     found = []
     if job.returncode == launch.EXPIRED and job.reports:
         found.append(f"it didn't end within {program.within:g} s:\n{job.reports}")

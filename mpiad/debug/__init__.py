@@ -2,8 +2,11 @@
 
 from mpiad.debug.checked import assert_replicated, checked
 from mpiad.debug.environment import Environment, environment
+from mpiad.debug.program import watch
 from mpiad.debug.recording import recorded, traced
 from mpiad.debug.report import Report, Row, report
 
-__all__ = ["Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced"]
+__all__ = [
+    "Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced", "watch",
+]  # fmt: skip
 __dir__ = __all__.copy

@@ -8,6 +8,7 @@ and ends. The record of an adjoint may contain others, since adjoints consist of
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Sequence
@@ -219,7 +220,10 @@ _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
 @cache
 def _kind(code: CodeType) -> int:
     """Return 0 for the user's code, 1 for this library, 2 for other libraries, 3 for `jit` and compiled programs."""
-    name = code.co_filename
+    return _kind_of_file(code.co_filename)
+
+
+def _kind_of_file(name: str) -> int:
     if name.startswith("<frozen"):
         return 2
     path = os.path.realpath(name) if os.path.exists(name) else name
@@ -294,6 +298,16 @@ def site_of_trace(trace: TracebackType | None) -> Site:
             called = entry(code) if kind == 1 else "jit"
         trace, before = trace.tb_next, kind
     return found
+
+
+def place_in_dump(stack: str) -> str:
+    """Return the innermost line of user code in a thread's stack that `faulthandler` has written; "" if there is none."""
+    for file, line, function in re.findall(
+        r'^  File "(.*)", line (\d+) in (.*)$', stack.partition("\n\n")[0], re.MULTILINE
+    ):
+        if _kind_of_file(file) == 0:
+            return Site(file, int(line), function, "").text
+    return ""
 
 
 def is_raised_by_user(error: BaseException) -> bool:

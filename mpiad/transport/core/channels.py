@@ -138,7 +138,7 @@ class Channel:
     def __init__(self, user: Comm):
         self.user = user
         self.rank, self.size = user.rank, user.size
-        self.members, self.number, self.label = _named(user)
+        self.members, self.number, self.label = named(user)
         self.fault: str | None = None
         self.has_messages = False  # whether messages may be pending after the fault
         self.alone = False  # whether the fault is that the other ranks don't make the same calls
@@ -451,7 +451,7 @@ def is_watched() -> bool:
     return _watch is not None
 
 
-def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
+def named(user: Comm) -> tuple[tuple[int, ...], int, str]:
     """Return the members' ranks in the world, the communicator's number among those with the same members, and its name."""
     members = tuple(world_ranks(user))
     # The numbers agree, since collective calls have the same order on all members.

@@ -29,7 +29,7 @@ from mpiad.transport.watch.call_agreement import (
     shown_arguments,
     where,
 )
-from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, poll, poll_for
+from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, message_instead, poll, poll_for
 
 T = TypeVar("T")
 
@@ -100,12 +100,7 @@ class MessageWait(_Wait):
         """Return a sentence about a message that has arrived instead of the expected one."""
         if self.sends or self.comm.reverse:
             return ""
-        status = MPI.Status()
-        for source, tag in ((self.peer, MPI.ANY_TAG), (MPI.ANY_SOURCE, self.tag), (MPI.ANY_SOURCE, MPI.ANY_TAG)):
-            if self.comm.bare.Iprobe(source, tag, status):
-                size = status.Get_count(MPI.BYTE)
-                return f"a message from rank {status.source} with tag {status.tag} ({size} bytes) is there instead"
-        return ""
+        return message_instead(self.comm.bare, self.peer, self.tag, range(self.comm.size))
 
 
 _BYTES = 4096  # fixed length of a description, so that one nonblocking call exchanges them

@@ -3,14 +3,24 @@
 A rank whose wait has exceeded its deadline asks all others, makes a table of the answers, and sends it to the ranks that
 are connected with it by waits. These raise the same error. If MPI doesn't allow a second thread, ranks answer only during
 their own waits.
+
+Waits in the program's own calls (`program_calls`) can't raise an error, so the table ends the job: after the deadline, or
+at once if the wait can't end. The proof consists of two sets of answers, a second apart, with the same waits. So all these
+waits existed together between them, and each thread has polled for messages since. A wait may end if its operations may,
+or if a rank that may still move could take part in them; `stuck_ranks` removes such waits until none is left.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -18,9 +28,10 @@ from typing import Any, NamedTuple, TypeAlias
 from mpiad._typing import Comm, Rank
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import calls
-from mpiad.transport.core.polling import StateExchange
-from mpiad.transport.watch import communicator, message_headers, timed_waits
+from mpiad.transport.core.polling import StateExchange, threads_may_communicate
+from mpiad.transport.watch import communicator, message_headers, program_calls, timed_waits, watch_settings
 from mpiad.transport.watch.call_agreement import rank_ranges, table_of_ranks
+from mpiad.transport.watch.program_calls import COLLECTIVE, Operation, ProgramCall, ThreadWait
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
 State = dict[str, Any]
@@ -38,31 +49,99 @@ class Finding(NamedTuple):
     cycle: tuple[int, ...]
 
 
-def finding_of(states: list[State | None], asker: int) -> Finding:
+_UNUSABLE = "The communicators of these waits can't be used before mpiad.reset(comm)."
+
+
+def finding_of(states: list[State | None], asker: int, consequence: str = _UNUSABLE) -> Finding:
     """Return the contents of the error for the states of all ranks; `asker`: the rank whose wait has taken too long."""
     graph = _wait_graph(states)
     cycle, connected = _cycle(graph, asker), _component(graph, asker)
     ranks = tuple(sorted(node for node in graph if node in connected and isinstance(node, int)))
     rows = [_row(rank, state, _awaited(graph, rank)) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    lines = [_headline(states, min(cycle or ranks), cycle, graph), table]
+    deserted = [rank for rank in ranks if _departed(states, graph, rank)]
+    lines = [_headline(states, min(cycle or deserted or ranks), cycle, graph), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_headers.unreceived([state["ledger"] if state else None for state in states])
-    lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
+    lines.append(consequence)
     return Finding("\n".join(lines), table, ranks, cycle)
 
 
 def _wait_graph(states: list[State | None]) -> Graph:
     """Return the nodes (ranks, collectives) that each node waits for: the graph is linear in the number of ranks."""
     waiting = [(rank, state) for rank, state in enumerate(states) if state is not None and state["state"] == "waits"]
-    graph: Graph = {rank: state["peers"] if "peers" in state else [_collective(state)] for rank, state in waiting}
-    for node, members in {_collective(state): state["members"] for _, state in waiting if "peers" not in state}.items():
+    graph: Graph = {rank: _awaited_directly(states, rank) for rank, state in waiting}
+    for node, members in {_collective(state): state["members"] for _, state in waiting if "key" in state}.items():
         counts = {other: (states[other] or {}).get("counts", {}).get(node[0], 0) for other in members}
         graph[node] = [other for other in members if counts[other] < node[1] and graph.get(other) != [node]]
     return graph
 
 
 _collective = itemgetter("key", "number")
+
+
+def _awaited_directly(states: Sequence[State | None], rank: Rank) -> list[Node]:
+    """Return the nodes that a rank waits for, by its state."""
+    state: State = states[rank]  # type: ignore[assignment]
+    if "threads" not in state:
+        return state["peers"] if "peers" in state else [_collective(state)]
+    operations = [operation for wait in state["threads"] for operation in wait.operations]
+    partners = {partner for operation in operations for partner in _partners(states, rank, operation) or ()}
+    return sorted(partners - {rank} or partners)  # a receive from any rank could also receive from the rank itself
+
+
+def _partners(states: Sequence[State | None], rank: Rank, operation: Operation) -> list[Rank] | None:
+    """Return the ranks of which a message needs one, and a collective all, to end; None if it needs no further call."""
+    if operation.kind == COLLECTIVE:
+        return [peer for peer in operation.peers if peer != rank and not _takes_part(states[peer], operation)] or None
+    begun = ((peer, other) for peer in operation.peers for other in _operations(states[peer]))
+    return None if any(operation.meets(rank, other, peer) for peer, other in begun) else list(operation.peers)
+
+
+def _operations(state: State | None) -> list[Operation]:
+    """Return the incomplete operations of a rank."""
+    if state is None:
+        return []
+    return [*(operation for wait in state.get("threads", ()) for operation in wait.operations), *state.get("pending", ())]
+
+
+def _takes_part(state: State | None, operation: Operation) -> bool:
+    """Return whether a rank has begun a collective, by a call that matches."""
+    begun = 0 if state is None else state["counts"].get(operation.comm, 0)
+    same = (operation.comm, COLLECTIVE, operation.tag)
+    differ = any(
+        (other.comm, other.kind, other.tag) == same and other.family != operation.family for other in _operations(state)
+    )
+    return begun >= operation.tag and not differ
+
+
+def stuck_ranks(states: Sequence[State | None]) -> set[Rank]:
+    """Return the ranks that have left or wait in calls that can't end; ranks that don't answer may do anything."""
+    stuck = {rank for rank, state in enumerate(states) if state and (state["state"] == "left" or state.get("all_wait"))}
+
+    def may_end(rank: Rank, wait: ThreadWait) -> bool:
+        each = ((operation, _partners(states, rank, operation)) for operation in wait.operations)
+        ends = [
+            partners is None or (all if operation.kind == COLLECTIVE else any)(peer not in stuck for peer in partners)
+            for operation, partners in each
+        ]
+        return not ends or (any(ends) if wait.any_suffices else all(ends))
+
+    while moving := {rank for rank in stuck for wait in states[rank].get("threads", ()) if may_end(rank, wait)}:  # type: ignore[union-attr]
+        stuck -= moving
+    return stuck
+
+
+_COMPUTED = 1e-3  # seconds; a thread that waits in MPI polls for messages all the time
+
+
+def _is_same_wait(before: State | None, after: State | None) -> bool:
+    """Return whether a rank is in the same waits as before, or has left, and its threads have polled since."""
+    if before is None or after is None or "threads" not in after:
+        return before is not None and after is not None and after["state"] == "left"
+    if [wait.began for wait in before.get("threads", ())] != [wait.began for wait in after["threads"]]:
+        return False
+    return all(new.cpu - old.cpu > _COMPUTED for old, new in zip(before["threads"], after["threads"]))
 
 
 def _awaited(graph: Graph, rank: int) -> list[int]:
@@ -113,7 +192,7 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
     if state["state"] == "left":
         return str(rank), f"left {_shown(state)} s ago", state["how"], state["place"], "-"
     if state["state"] == "computes":
-        return str(rank), "computes", "-", state["place"], "-"
+        return str(rank), "computes", state.get("call", "-"), state["place"], "-"
     call = f"{state['call']}({state['arguments']})"
     return str(rank), f"waits {_shown(state)} s", call, state["place"], _listed(awaited) or "nobody"
 
@@ -136,16 +215,23 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
         advice = "Let one of these ranks communicate in another order."
         return f"{text}, and this wait can't end: {' -> '.join(shown)}. {advice}"
-    gone = [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
-    if gone:
+    if gone := _departed(states, graph, rank):
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
+
+
+def _departed(states: list[State | None], graph: Graph, rank: int) -> list[Rank]:
+    """Return the ranks that have left the program of those that a rank waits for."""
+    return [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
 
 
 _ERROR, _LEFT = 3, 4  # kinds of messages in addition to those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
+_DOUBTFUL_AFTER, _SETTLED_AFTER = 0.3, 1.0  # seconds of a wait in a call of the program, and between the answers
+_STALLED_AFTER = 2.0  # seconds
+_NEXT_DOUBT = 0.5  # part of the duration of a wait after which the others are asked again
 
 
 class Responder(StateExchange):
@@ -156,12 +242,68 @@ class Responder(StateExchange):
         self._patience = _PATIENCE + _APART * comm.size
         self._asking = False
         self._left: tuple[str, str, float] | None = None  # how, where and when this rank left the program
+        self._end_job: Callable[[str], None] | None = None  # if the program's own calls are watched
+        self._doubt = _Doubt()
         self.start()
 
     def start(self) -> None:
         """Start to answer."""
         super().start()
         timed_waits.set_reporter(self.expire, self.answer if self.thread is None else None)
+
+    def watch_program(self, end_job: Callable[[str], None]) -> None:
+        """Call `end_job` with a table if a wait in the program's own calls can't end, or takes too long."""
+        self._end_job, self._stalls = end_job, _Stalls(self._comm)
+        if self.thread is None and threads_may_communicate():  # on one rank
+            self.thread = threading.Thread(target=self._respond, name=self._name, daemon=True)
+            self.thread.start()
+
+    def answer(self) -> None:
+        """Answer questions, and have doubts about the program's own calls if the thread of this object calls."""
+        super().answer()
+        if self._end_job is not None and threading.current_thread() is self.thread and not self._asking:
+            self._stalls.postpone()
+            self._examine(self._end_job)
+
+    def _examine(self, end_job: Callable[[str], None]) -> None:
+        """Ask the other ranks if calls of the program wait for long; end the job if they can't end."""
+        waits = list(timed_waits.waits_by_thread.copy().values())
+        doubt, now, limit = self._doubt, perf_counter(), watch_settings.present().timeout
+        began = [wait.began for wait in waits]
+        if began != doubt.began:
+            doubt = self._doubt = _Doubt(began, now + _DOUBTFUL_AFTER)
+        if len(departed) > doubt.departures:
+            doubt.departures, doubt.due = len(departed), min(doubt.due, now + _DOUBTFUL_AFTER)
+        if now < doubt.due or not waits or not all(isinstance(wait.what, ProgramCall) for wait in waits):
+            return
+        states = self._states()
+        kept = [state if _is_same_wait(old, state) else None for old, state in zip(doubt.states or states, states)]
+        is_late = limit is not None and now - min(began) > limit
+        ranks = {self._comm.rank} if is_late else stuck_ranks(kept if doubt.states else states)
+        if self._comm.rank not in ranks:
+            doubt.states, doubt.due = None, now + max(_DOUBTFUL_AFTER, _NEXT_DOUBT * (now - max(began)))
+            if limit is not None:
+                doubt.due = min(doubt.due, max(now, min(began) + limit))
+        elif is_late or doubt.states is not None:
+            # One rank reports, preferably that with the latest wait, since the others ask less often.
+            seconds = {
+                rank: state["seconds"] for rank, state in enumerate(states) if state and rank in ranks and "wait" in state
+            }
+            latest = min(seconds.values()) + _SETTLED_AFTER / 2
+            if doubt.deferred or self._comm.rank == min(rank for rank in seconds if seconds[rank] < latest):
+                end_job(finding_of(states, self._comm.rank, "The job ends.").text)
+            doubt.deferred, doubt.due = True, now + _SETTLED_AFTER
+        else:
+            doubt.states, doubt.due = states, now + _SETTLED_AFTER
+
+    def _states(self) -> list[State | None]:
+        """Return the states of all ranks; None if a rank doesn't answer."""
+        self._asking = True
+        try:
+            answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
+        finally:
+            self._asking = False
+        return [answers[r] if r in answers else _departure(r) or self._stalls.place(r) for r in range(self._comm.size)]
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
         if kind == _LEFT:
@@ -177,7 +319,7 @@ class Responder(StateExchange):
         """Notify all other ranks that this one has left the program; `sends`: whether messages from it are in flight."""
         self._left = self._left or (how, place, perf_counter())
         with self._receiving:
-            self.post(self._others, _LEFT, (communicator.counts(), sends, how, place))
+            self.post(self._others, _LEFT, (_counts(), sends, how, place))
 
     def receive_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
@@ -223,13 +365,61 @@ class Responder(StateExchange):
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)
-        common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_headers.summary()}
+        common = {"asking": self._asking, "counts": _counts(), "ledger": message_headers.summary()}
+        common |= {"pending": program_calls.pending()}
         if self._left is not None:
             return common | _left(*self._left)
         if waiting is not None:
             seconds = perf_counter() - waiting.began
             return common | {"state": "waits", "wait": waiting.began, "seconds": seconds} | waiting.what.report()
         return common | {"state": "computes", "place": calls.site_of(sys._current_frames().get(main)).text}
+
+
+class _Doubt:
+    """What is known about waits in the program's calls: when they `began`, and from when on the other ranks are asked."""
+
+    def __init__(self, began: Sequence[float] = (), due: float = 0.0):
+        self.began, self.due, self.departures = list(began), due, len(departed)
+        self.states: list[State | None] | None = None  # the first answers if, by them, the wait can't end
+        self.deferred = False  # whether another rank should have reported
+
+
+class _Stalls:
+    """The lines at which ranks of this node compute without answering, since a function in C keeps Python's lock.
+
+    A thread of `faulthandler`, which doesn't need this lock, writes the rank's stack to a file that other ranks can read.
+    """
+
+    def __init__(self, comm: Comm):
+        self._file, self._next = tempfile.TemporaryFile(), 0.0
+        node = os.uname().nodename, os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+        here = node, f"/proc/{os.getpid()}/fd/{self._file.fileno()}", threading.main_thread().ident
+        self._here, self._all = here, comm.allgather(here)
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Note that this rank answers."""
+        if perf_counter() > self._next:
+            self._next = perf_counter() + _STALLED_AFTER / 4
+            self._file.truncate(0)
+            faulthandler.dump_traceback_later(_STALLED_AFTER, file=self._file)
+
+    def place(self, rank: Rank) -> State | None:
+        """Return the state of a rank that doesn't answer, if its stack can be read."""
+        node, path, thread = self._all[rank]
+        if node != self._here[0]:
+            return None
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            stack = file.read().partition(f"Thread 0x{thread:016x}")[2]
+            if place := calls.place_in_dump(stack):
+                state = {"state": "computes", "call": "a function that keeps Python's lock", "place": place}
+                return state | {"counts": {}, "ledger": None}
+        return None
+
+
+def _counts() -> dict[Any, int]:
+    """Return the numbers of collectives that this rank has begun, by the labels or the keys of communicators."""
+    return communicator.counts() | program_calls.counts()
 
 
 def _departure(rank: int) -> State | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from math import inf
 
 from mpi4py import MPI
@@ -12,7 +13,7 @@ from mpiad._typing import Comm
 from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
 from mpiad.transport.devices.device_settings import minima_over_ranks
-from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch import program_calls, watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, DroppedResults
 from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.message_headers import HeadedMessages
@@ -71,6 +72,15 @@ def apply(wanted: Settings) -> None:
             _put_on(channel)
             if isinstance(channel.data, HeadedMessages):
                 channel.data.skip(channel.sent, channel.received)
+
+
+def watch_program(comm: Comm, end_job: Callable[[str], None]) -> Comm:
+    """Return a communicator whose calls are watched; `end_job`: see `Responder`; collective over the world."""
+    present = watch_settings.present()
+    if not present.watches:
+        apply(present._replace(timeout=watch_settings.DEBUG_TIMEOUT))
+    _responder.watch_program(end_job)  # type: ignore[union-attr]
+    return program_calls.watch_program(comm)
 
 
 def restore(before: Settings) -> None:
@@ -154,7 +164,7 @@ def _ranks(channel: Channel) -> tuple[int, ...]:
 
 def _duplicate(channel: Channel) -> Comm:
     # MPI's call is blocking, so the guarded communicator first waits for all ranks.
-    return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
+    return Guarded(getattr(channel.user, "bare", channel.user), f"{channel.label}, prepared", channel.members).Dup().bare
 
 
 def _restart(channel: Channel) -> None:

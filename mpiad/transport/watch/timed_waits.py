@@ -7,7 +7,7 @@ stores an exception (`error`) in it if another rank has found that the wait will
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from time import perf_counter
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpi4py import MPI
 
-from mpiad._typing import Request, Status
+from mpiad._typing import Comm, Rank, Request, Status
 from mpiad.transport.core.channels import cancel
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.watch import watch_settings
@@ -105,12 +105,13 @@ def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
             waits_by_thread[thread] = waiting
             _nap_until(test, waiting)
         finally:
-            _restore_wait(thread, before)
+            restore_wait(thread, before)
     finally:  # repeated, since an interrupt may prevent the first call
-        _restore_wait(thread, before)
+        restore_wait(thread, before)
 
 
-def _restore_wait(thread: int, before: Waiting | None) -> None:
+def restore_wait(thread: int, before: Waiting | None) -> None:
+    """Set the current wait of a thread."""
     if before is None:
         waits_by_thread.pop(thread, None)
     else:
@@ -146,6 +147,16 @@ def set_error(began: float, error: Exception) -> None:
     for waiting in waits_by_thread.copy().values():
         if waiting.began == began and not waiting.endless:
             waiting.error = error
+
+
+def message_instead(comm: Comm, source: int, tag: int, members: Sequence[Rank]) -> str:
+    """Return a sentence about a message that has arrived instead of the expected one; `members`: the ranks to name."""
+    status = MPI.Status()
+    for peer, any_tag in ((source, MPI.ANY_TAG), (MPI.ANY_SOURCE, tag), (MPI.ANY_SOURCE, MPI.ANY_TAG)):
+        if comm.Iprobe(peer, any_tag, status):
+            size = status.Get_count(MPI.BYTE)
+            return f"a message from rank {members[status.source]} with tag {status.tag} ({size} bytes) is there instead"
+    return ""
 
 
 class GuardedRequest:
