@@ -78,6 +78,7 @@ JOBS = (
     Job("ensemble_events.py", 1, 120, "--repeats 3"),
     # Small ones to two tolerances; by itself it measures all.
     Job("ensemble_stiff.py", 1, 400, "--systems robertson oregonator hires --count 1000 --peer-count 20 --rtol 1e-4 1e-7"),
+    Job("ensemble_generated.py", 1, 120, "--conditions 100 --repeats 2"),
     Job("ensemble_sparse.py", 1, 90, "--counts 8 --repeats 3"),
     Job("optimize.py", 2, 70, "--variables 10000000"),
     Job("linalg.py", 1, 40),

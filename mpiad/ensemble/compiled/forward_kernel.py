@@ -186,7 +186,7 @@ def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
                 lane = lane_of(layout, arrays, l)
                 if lane.live > 0.0:
                     retake(kernel, lane)
-        if spec.record:
+        if spec.record and arrays.rows.shape[0] > 0:
             for l in range(spec.lanes):
                 lane = lane_of(layout, arrays, l)
                 if lane.accepted > 0.0:
@@ -236,7 +236,8 @@ def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: ForwardArrays
 
 def is_full(spec: KernelSpec, arrays: ForwardArrays, row: int) -> bool:
     """Return whether the output arrays may be too small for another turn."""
-    full = row + spec.lanes > arrays.rows.shape[0] if spec.record else False
+    rows = arrays.rows.shape[0]
+    full = (rows > 0) & (row + spec.lanes > rows) if spec.record else False
     if spec.events:
         events = arrays.state[3] + spec.lanes * len(spec.events) * (spec.points + 1) > arrays.crossings.shape[0]
         return events | full if spec.record else events
@@ -264,7 +265,7 @@ def enter(kernel: Kernel, lane: ForwardLane, i: int) -> None:
         goal = next_goal(kernel, sign, i)
     for c in spec.components:
         u[c] = arrays.u0[c, 0 if kernel.one_start else i]
-    for j in static(spec.loaded("p")):
+    for j in spec.varying_indices:
         lane.p[j] = arrays.p[j, i]
     parameters = parameters_of(kernel, lane)
     kernel.call("f", (k0,), u, parameters, rounded(spec, t))

@@ -74,8 +74,8 @@ class Solver:
             elif not spec.tableau.implicit:
                 self.directions = self.traced.carried(inputs, self.settings.gradient)  # otherwise an adjoint
                 spec = spec._replace(directions=self.directions)
-        # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
-        return spec._replace(record=self.settings.record and not spec.directions and self.settings.checkpoints is None)
+        # One kernel of large states, which takes long to compile, solves with and without a record.
+        return spec._replace(record=(self.settings.record or spec.rolled) and not spec.directions)
 
     def _with_seeds(self, inputs: Batch) -> KernelSpec:
         """Return the spec of the forward kernel with the tangents of the inputs, if they are few."""
@@ -125,13 +125,15 @@ class Solver:
 
     def solved(self, inputs: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
-        outcome = self._run(self._spec_for(inputs))
+        # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
+        outcome = self._run(self._spec_for(inputs), self.settings.record and self.settings.checkpoints is None)
         if self.settings.record:
             outcome.solver = self
         return outcome
 
-    def _run(self, spec: KernelSpec) -> Outcome:
-        """Run the forward kernel over all trajectories."""
+    def _run(self, spec: KernelSpec, record: bool) -> Outcome:
+        """Run the forward kernel over all trajectories; `record`: whether all steps are recorded, if `spec` allows it."""
+        record = record and spec.record
         batch, settings = self.batch, self.settings
         outcome = Outcome.empty(batch, settings)
         outcome.u_end = np.array(batch.u0.T, order="C").T  # the components of a trajectory are contiguous in memory
@@ -139,9 +141,9 @@ class Solver:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
         if settings.progress is not None and (without_steps := np.count_nonzero(batch.start == batch.end)):
             settings.progress(int(without_steps))
-        run = _Launch(self.function("forward", spec, self._wanted if spec.directions else ()), spec, self, outcome)
+        run = _Launch(self.function("forward", spec, self._wanted if spec.directions else ()), spec, self, outcome, record)
         tapes = run.run_all()
-        if spec.record:
+        if record:
             outcome.tapes, outcome.last = tapes, run.last
         at_conditions = np.empty((0, 0))
         if spec.events:
@@ -150,7 +152,7 @@ class Solver:
             outcome.event_table = rows[:, :EVENT_COLUMNS].T
             at_conditions = rows[:, EVENT_COLUMNS:]  # the states at events, if recorded
         if settings.acting is not None:
-            if spec.record:
+            if record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
             complete(outcome, settings.acting)
         if spec.directions:
@@ -175,7 +177,7 @@ class Solver:
 
     def record(self) -> Outcome:
         """Solve again, and record all steps."""
-        return self._run(self.spec._replace(record=True))
+        return self._run(self.spec._replace(record=True), True)
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
         """Divide the trajectories into `checkpoints` groups, and yield the slice and the solver of each group."""
@@ -213,15 +215,15 @@ class Solver:
 
 
 class _Launch:
-    def __init__(self, function: Callable[..., None], spec: KernelSpec, solver: Solver, outcome: Outcome):
-        self._function, self._spec, self._solver, self._outcome = function, spec, solver, outcome
+    def __init__(self, function: Callable[..., None], spec: KernelSpec, solver: Solver, outcome: Outcome, record: bool):
+        self._function, self._spec, self._solver, self._outcome, self._record = function, spec, solver, outcome, record
         batch, settings = solver.batch, solver.settings
         d, count = spec.d, batch.size
         m, n_saved = len(spec.directions), solver.times.shape[1]
         self.crossings: list[Array] = []
         # The counter that threads share: the number of trajectories that have been started, the total, and the block size.
         self.counter = np.array([0, 0, _BLOCK])
-        self.last = np.full(count if spec.record else 0, -1)  # row of the last step, or -1
+        self.last = np.full(count if record else 0, -1)  # row of the last step, or -1
         real = spec.dtype
         self._du, p, s = solver.with_seeds(spec)
         self._first = self._du.copy() if solver.seeds else None
@@ -251,7 +253,7 @@ class _Launch:
     def run_all(self) -> list[Tape]:
         """Solve all trajectories, and return their recorded steps."""
         count, threads = self._solver.batch.size, self._solver.threads
-        if self._spec.record or self._solver.settings.progress is not None:
+        if self._record or self._solver.settings.progress is not None:
             # With shares, each record is small, and the progress bar is updated often.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
@@ -264,7 +266,7 @@ class _Launch:
         """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
         batch, progress = self._solver.batch, self._solver.settings.progress
-        lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
+        lanes, size = spec.lanes, (stop - first) * _STEPS if self._record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events) * (spec.points + 1)
         columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
@@ -287,7 +289,7 @@ class _Launch:
             # Enlarge arrays that may be too small for the events or the steps of another turn.
             if event_count + most_events > len(crossings):
                 crossings = _enlarged(crossings, most_events)
-            elif spec.record and row + lanes > len(rows):
+            elif self._record and row + lanes > len(rows):
                 rows, previous = _enlarged(rows, 1024), _enlarged(previous, 1024)
         self.crossings.append(crossings[:event_count])
         return Tape(first, stop, rows[:row], previous[:row])

@@ -24,7 +24,8 @@ from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 # fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
 # at the event follow.
 EVENT_COLUMNS = 5
-# Up to this number, CPU kernels pass shared parameters to f, and get cotangents of parameters from it, as scalars.
+# Up to this number, CPU kernels pass parameters to f, and get cotangents of parameters from it, as scalars; parameters per
+# trajectory in any number, if states are scalars or f reads tables.
 MOST_SCALARS = 64
 # States of CPU kernels with more components are arrays on the stack, processed by loops; others are scalars. Loops compile
 # faster, but scalars remain in registers. The second number is that of Rosenbrock methods.
@@ -43,7 +44,7 @@ class KernelSpec(NamedTuple):
     single: bool = False  # whether states are float32
     lanes: int = 16  # number of trajectories that are solved at a time; 0 in kernels for GPUs
     inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
-    record: bool = False  # whether all accepted steps are recorded
+    record: bool = False  # whether all accepted steps can be recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
     # Whether each component has its own relative tolerance, too; these follow the absolute ones in the kernel's argument.
     relative: bool = False
@@ -171,6 +172,16 @@ class KernelSpec(NamedTuple):
     def shares_array(self) -> bool:
         """Whether CPU kernels pass the shared parameters as an array."""
         return len(self.loaded("s")) > MOST_SCALARS and not self.on_gpu
+
+    @property
+    def varying_array(self) -> bool:
+        """Whether kernels pass the parameters per trajectory as an array."""
+        return self.rolled and not self.tables and self.varying > MOST_SCALARS
+
+    @property
+    def varying_indices(self) -> Sequence[int]:
+        """The indices of the parameters in a lane; a range, for which loops aren't unrolled, if they are an array."""
+        return range(self.varying) if self.varying_array else tuple(self.loaded("p"))
 
     @property
     def seeds_array(self) -> bool:

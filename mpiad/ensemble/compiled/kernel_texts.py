@@ -177,8 +177,10 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     """
     fused = language == "python"
     shares = spec.shares_array and fused
-    loaded = dict.fromkeys(f"{kind}{i}" for kind in ("p" if shares else "ps") for i in spec.loaded(kind))
-    arrays = {"p": "p[{}, column]", "s": "s[{}]"}  # for parameters that aren't passed as scalars
+    kinds = [kind for kind, is_array in (("p", spec.varying_array), ("s", shares)) if not is_array]
+    loaded = dict.fromkeys(f"{kind}{i}" for kind in kinds for i in spec.loaded(kind))
+    # For parameters that aren't passed as scalars.
+    arrays = {"p": "p[{}]" if spec.varying_array else "p[{}, column]", "s": "s[{}]"}
     rolled = spec.rolled and fused
 
     def state(name: str, count: int) -> list[str]:
@@ -200,7 +202,7 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
     if tables and not fused:
         tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
-    constants = [*loaded, *tables, "t"]
+    constants = [*["p"] * spec.varying_array, *loaded, *tables, "t"]
     inputs = [*names["state"], *constants, *names["seed"], *names["cotangent"], *names["direction"]]
     arguments, stored = list(dict.fromkeys(x.partition("[")[0] for x in inputs)), dict[int, Stored]()
     if rolled and not name.startswith(("condition", "dcondition", "rate")):

@@ -213,7 +213,7 @@ def start(kernel: Kernel, lane: ReverseLane, i: int) -> None:
     spec, arrays = kernel.spec, kernel.arrays
     for c in spec.components:
         lane.cotangent[c] = arrays.end_bar[c, i]
-    for j in static(spec.loaded("p")):
+    for j in spec.varying_indices:
         lane.p[j] = arrays.p[j, i]
     for j in static(range(spec.wanted_varying)):
         lane.p_bar[j] = 0.0

@@ -114,10 +114,11 @@ def stage_time(spec: KernelSpec, i: int, step: Step) -> float:
 @inlined
 def parameters_of(kernel: Kernel, lane: ForwardLane | ReverseLane | TangentLane) -> Sequence[float]:
     """Return the arguments of f for parameters; entries of tables are read from arrays, at the lane's column."""
-    spec, p = kernel.spec, vector(kernel.spec.varying)
-    for j in static(spec.loaded("p")):
+    spec = kernel.spec
+    p = vector(spec.varying, spec.varying_array, spec.dtype.name)
+    for j in spec.varying_indices:
         p[j] = lane.p[j]
-    varying = [p[j] for j in spec.loaded("p")]
+    varying = [p] if spec.varying_array else [p[j] for j in spec.varying_indices]
     if spec.tables:
         return [*varying, *kernel.shared, kernel.arrays.p, kernel.arrays.s, *lane.column]
     return [*varying, *kernel.shared, *([kernel.arrays.s] if spec.shares_array else [])]

@@ -241,7 +241,7 @@ def enter(kernel: Kernel, lane: TangentLane, i: int) -> None:
     lane.time_index = 0
     while lane.time_index < kernel.n_saved and arrays.save_step[i, lane.time_index] == -1:
         lane.time_index += 1  # initial states
-    for j in static(spec.loaded("p")):
+    for j in spec.varying_indices:
         lane.p[j] = arrays.p[j, i]
     if spec.jumps is not None:
         lane.jump = arrays.jump_first[i]

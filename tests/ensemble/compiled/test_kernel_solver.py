@@ -199,7 +199,7 @@ def test_steps_are_recorded_part_by_part(monkeypatch):
     monkeypatch.setattr(
         kernel_solver.Solver,
         "_run",
-        lambda solver, spec: (rows.append((spec.record, solver.batch.size)), first(solver, spec))[1],
+        lambda solver, spec, record: (rows.append((record, solver.batch.size)), first(solver, spec, record))[1],
     )
     mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=TIMES, compile=True, checkpoints=2)
     assert rows == [(False, N), (True, N // 2), (True, N - N // 2)]

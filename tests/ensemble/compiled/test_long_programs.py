@@ -6,7 +6,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 
-from mpiad import value_and_grad
+from mpiad import jvp, value_and_grad
 from mpiad.compiling import cache, rerolling
 from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Tsit5, remake, solve
 from mpiad.ensemble.compiled import kernel_spec, traced_problem
@@ -142,4 +142,53 @@ def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype)
             found.append([value, *bars])
         for loops, scalars in zip(*found, strict=True):
             np.testing.assert_array_equal(loops, scalars)
+    kernel_code.cache_clear()
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+def test_parameters_per_trajectory_in_an_array_have_the_values_of_scalars(monkeypatch, alg):
+    monkeypatch.setattr(cache, "optimization_level", 0)
+    monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (2, 2))
+    rows, directions = np.random.default_rng(5).uniform(0.5, 1.5, (2, 9, 4))
+    kick = Event(lambda u, p, t: t - 0.3 - 0.1 * p[1], affect=lambda u, p, t: u * p[3] + p[2])
+    base = ODEProblem(lambda u, p, t: [-p[0] * u[0], p[0] * u[0] - p[1] * u[1], p[2] * u[1]], [1.0, 0.5, 0.0], (0.0, 1.0))
+
+    def loss(p, options):
+        sol = solve(EnsembleProblem(base, p=p), alg, rtol=1e-4, saveat=[0.4, 1.0], compile=True, **options)
+        return anp.sum(sol.u**3)
+
+    for options in ({}, {"events": kick}):
+        found = []
+        for most in (100, 2):
+            # Cotangents are summed in the same way on both sides.
+            monkeypatch.setattr(kernel_spec, "MOST_SCALARS", most)
+            kernel_code.cache_clear()
+            forward = lambda p, options=options: loss(p, options)  # noqa: E731
+            found.append([*value_and_grad(forward)(rows), *jvp(forward, rows, directions)])
+        for array, scalars in zip(*found, strict=True):
+            np.testing.assert_allclose(array, scalars, rtol=1e-14, atol=1e-15)
+    kernel_code.cache_clear()
+
+
+def test_a_gradient_of_large_states_needs_one_more_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (2, 2))
+    kernel_code.cache_clear()
+    problem = ODEProblem(
+        lambda u, p, t: [-p[0] * u[0], p[0] * u[0] - p[1] * u[1], p[1] * u[1]], [1.0, 0.5, 0.0], (0.0, 1.0)
+    )
+    names, code_of = [], cache.code_of
+    monkeypatch.setattr(
+        cache, "code_of", lambda sources, fast="": (names.extend(x.name for x in sources), code_of(sources, fast))[1]
+    )
+    monkeypatch.setattr(cache, "optimization_level", 0)
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "_loaded", {})
+
+    def loss(p):
+        return anp.sum(solve(remake(problem, p=p), Rodas5P(), compile=True).u_end ** 2)
+
+    p = np.array([0.7, 1.3])
+    value = loss(p)
+    again, _ = value_and_grad(loss)(p)
+    assert (value, names) == (again, ["forward", "reverse"])
     kernel_code.cache_clear()
