@@ -135,14 +135,12 @@ $(ALL_RANKS:%=test-%): test-%:
 test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; needs CuPy and a GPU, else it ends with 1
 	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py $(PYTEST_FLAGS)
 
-test-doctors: $(VENV)/.ready-test ## diagnose wrong adjoints on 1, 2 and 3 ranks, and 500 random programs without a false alarm (SEED=5)
-	@$(LAUNCH) --ranks 1 2 3 --limit $(LIMIT) -- $(PYTEST) tests/testing/test_diagnosis.py
-	@$(BIN)/python tests/fuzz.py --programs 500 --ranks 1 2 3 --diagnose $(if $(SEED),--seed $(SEED))
-
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
 
-test-doctors: $(VENV)/.ready-test ## check that faults are found, and that right programs are not suspected (PROGRAMS=100000 SEED=5 RANKS="2 3")
+test-doctors: $(VENV)/.ready-test ## check that wrong adjoints and hangs are found, and that right programs are not suspected (PROGRAMS=100000 SEED=5 RANKS="2 3")
+	@$(LAUNCH) --ranks 1 2 3 --limit $(LIMIT) -- $(PYTEST) tests/testing/test_diagnosis.py
+	@$(BIN)/python tests/fuzz.py --programs 500 --ranks 1 2 3 --diagnose $(if $(SEED),--seed $(SEED))
 	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) --thorough tests/doctors
 	@$(BIN)/python tests/doctors/right_programs.py --programs $(PROGRAMS) --ranks $(filter-out 1,$(RANKS)) $(if $(SEED),--seed $(SEED))
 
