@@ -1,0 +1,6 @@
+"""`diagnose`: find the operations of a program whose adjoints are wrong."""
+
+from mpiad.testing.diagnosis.diagnose import Diagnosis, WrongAdjoint, diagnose
+
+__all__ = ["Diagnosis", "WrongAdjoint", "diagnose"]
+__dir__ = __all__.copy

@@ -1,0 +1,246 @@
+"""The record of a program at x: its operations, the cotangents of their values, and the keys of their balances.
+
+A balance is the difference of two sums of inner products. The inner products are those of values with their *weights*: on
+the side of an operation's result the cotangent of the result, and on the side of its arguments the cotangents that the
+operation contributes to them. Operations on one rank have balances of their own. Communications share the balance of all
+that take part: the two ends of a message, or the calls of a collective operation on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpiad._typing import Array, Function, Tree
+from mpiad.device import to_host
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.tape import Recording
+from mpiad.errors import CommunicationMismatchError
+from mpiad.primitives.custom_operator import CustomOperator
+from mpiad.primitives.operation import Operation
+from mpiad.primitives.request import Request
+from mpiad.testing.diagnosis.runs import Call
+from mpiad.testing.diagnosis.vectors import eps_of, norm, product, without_autograds_sparse_form
+from mpiad.transport import Channel, Envelope
+from mpiad.transport.core import calls
+from mpiad.transport.core.agreement import agreed
+
+Key: TypeAlias = int | tuple[Hashable, ...]
+"""The name of a balance: an index on this rank's tape, or a tuple with the same value on all ranks that take part."""
+
+
+class Keys(NamedTuple):
+    """The keys of the balances to which an operation's result and its arguments belong."""
+
+    result: Key
+    arguments: Key
+
+
+class _KeyCounter:
+    """The keys of the calls in one run, and the number of a key's calls on this rank."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Key] = Counter()
+        self.ends: Counter[Key] = Counter()
+        self._requests: dict[int, Key] = {}
+
+    def keys_of(self, index: int, ans: object, call: Call) -> Keys:
+        """Return the keys of a call."""
+        params: Any = call.params if isinstance(call.fun, Operation) else None
+        addresses = params, getattr(params, "dest", None), getattr(params, "source", None)
+        messages = [_key_of_message(address) for address in addresses if isinstance(address, Envelope)]
+        group = getattr(params, "channel", params)
+        self.ends.update(messages)
+        key: Key = index
+        if messages:
+            key = messages[-1]  # that is received, if there is one
+        elif isinstance(call.fun, CustomOperator):
+            code = getattr(call.fun.fun, "__code__", None)
+            line = () if code is None else (code.co_filename, code.co_firstlineno)
+            key = self._numbered("operator", call.name, *line)
+        elif isinstance(params, Request):  # its end
+            key = self._requests.pop(id(params), index)
+        elif isinstance(group, Channel):
+            key = self._numbered("collective", group.members, group.number)
+            self.ends[key] += 1
+        elif hasattr(params, "number"):
+            key = "exchange", params.number
+        if isinstance(ans, Request):
+            self._requests[id(ans)] = key
+        return Keys(key, messages[0] if messages else key)
+
+    def _numbered(self, *name: Hashable) -> Key:
+        self.counts[name] += 1
+        return *name, self.counts[name]
+
+
+def _key_of_message(address: Envelope) -> Key:
+    group = address.channel
+    ends = (group.rank, address.peer) if address.outgoing else (address.peer, group.rank)
+    return "message", group.members, group.number, *ends, address.tag, address.number, address.reverse
+
+
+class Step(NamedTuple):
+    """An operation of the program at x."""
+
+    name: str
+    call: str  # the name of what `name` has called
+    site: calls.Site
+    keys: Keys
+    argnums: Sequence[int]
+    is_separable: bool
+    norm: float  # of its value
+    rounding: float  # in its value
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.site}"
+
+
+class Term(NamedTuple):
+    """The product of a value with one of its weights, on one side of a balance; `side`: 0 for results, 1 for arguments."""
+
+    weight: int
+    side: int
+    key: Key
+    rounding: float
+
+
+class Problem(NamedTuple):
+    """What is wrong with a step's adjoint."""
+
+    step: int
+    argument: int | None
+    error: float
+    text: str
+
+
+class Record:
+    """The steps of the program at x and the weights of their values."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.problems: list[Problem] = []
+        self.weights: list[Tree] = []
+        self.weights_of: list[list[int]] = []  # the places of each step's weights
+        self._counter = _KeyCounter()
+        self._values: list[Tree] = []  # None if a value has no derivatives
+        self.terms: list[Term] = []
+
+    def visit(self, index: int, value: Array, call: Call) -> None:
+        """Record a step."""
+        keys, eps = self._counter.keys_of(index, value, call), eps_of(value)
+        site, size = calls.site_of(sys._getframe(1)), norm(value) if eps else 0.0
+        step = Step(site.named(call.name), call.name, site, keys, call.argnums, call.is_separable, size, eps * size)
+        self.steps.append(step)
+        self._values.append(value if eps else None)
+        self.weights_of.append([])
+
+    def step_of(self, index: int, call: Call) -> Step | None:
+        """Return the step that a call in another run repeats, None if the call is of another operation."""
+        step = self.steps[index] if index < len(self.steps) else None
+        return step if step is not None and step.call == call.name else None
+
+    def match(self, group: Channel, call: str) -> None:
+        """Raise if communications don't match; use one key for all calls of an operator if their number differs by rank."""
+        counts: list[Counter[Key]] = group.data.allgather(self._counter.counts)
+        ends = sum(group.data.allgather(self._counter.ends), Counter[Key]())
+        lines = {key: str(step) for step in self.steps for key in step.keys}
+        single = [lines[key] for key in self._counter.ends if ends[key] % _participants(key)]
+        everyones = [
+            f"rank {rank}: {text}" for rank, texts in enumerate(group.data.allgather(single[:1])) for text in texts
+        ]
+        if everyones:
+            text = f"{call}: other ranks don't make the communications that match {'; '.join(everyones)}."
+            raise agreed(group, CommunicationMismatchError(text, "\n".join(everyones)))
+        different = {name for each in counts for name in each if len({other[name] for other in counts} - {0}) > 1}
+        for index, step in enumerate(self.steps):
+            key = step.keys.arguments
+            if isinstance(key, tuple) and key[:-1] in different:
+                self.steps[index] = step._replace(keys=Keys(key[:-1], key[:-1]))
+
+    def run_backward(self, recording: Recording, seeds: Iterable[tuple[int, Array]], variables: int) -> None:
+        """Run the program backwards, and store the cotangents as weights."""
+        for node in recording.nodes[variables:]:
+            node.pull = self._watched(node.index, node.inputs, node.pull)
+        with np.errstate(all="ignore"):
+            run_backward(recording, seeds, variables)
+        self._values.clear()
+
+    def _watched(self, index: int, inputs: Sequence[int], pull: Function) -> Function:
+        step = self.steps[index]
+
+        def pulled(g: Tree) -> tuple:
+            value, self._values[index] = self._values[index], None
+            size = math.nan
+            if value is not None:
+                size = norm(g)
+                self._add(index, g, size, step, 0)
+                if norm(value) != step.norm == step.norm:
+                    self.problems.append(Problem(index, None, 1.0, "returns an array that was overwritten afterwards"))
+            parts = tuple([without_autograds_sparse_form(part) for part in pull(g)])
+            if size == size != norm(g):
+                self.problems.append(Problem(index, None, 1.0, "has an adjoint that overwrites its argument"))
+            for k, (parent, part) in enumerate(zip(inputs, parts)):
+                if part is not None and self._values[parent] is not None:
+                    argument = step.argnums[k] if k < len(step.argnums) else None
+                    part_size = norm(part)
+                    self._add(parent, part, part_size, step, 1)
+                    of = self._values[parent]
+                    shape = None if isinstance(of, (tuple, list, dict)) else np.shape(of)
+                    if shape is not None and shape != getattr(part, "shape", ()):
+                        text = f"has an adjoint that returns an array of shape {np.shape(part)} for one of shape {shape}"
+                        self.problems.append(Problem(index, argument, 1.0, text))
+                    elif math.isfinite(size) and not math.isfinite(part_size):
+                        self.problems.append(Problem(index, argument, math.inf, "has an adjoint that isn't finite"))
+            return parts
+
+        return pulled
+
+    def _add(self, index: int, g: Tree, size: float, reader: Step, side: int) -> None:
+        places, weight = self.weights_of[index], to_host(g)
+        # The cotangent of a value that is read once is that of its reader.
+        if not (places and self.weights[places[-1]] is weight):
+            places.append(len(self.weights))
+            self.weights.append(weight)
+        self.terms.append(Term(places[-1], side, reader.keys[side], size * self.steps[index].rounding))
+
+
+def _participants(key: Key) -> int:
+    """Return the number of calls that a communication with this key has on all ranks together."""
+    return 2 if key[0] == "message" else len(key[1])  # type: ignore[index, arg-type]
+
+
+class Products:
+    """The products of values with their weights in another run, NaN after the run has left the recorded steps."""
+
+    def __init__(self, record: Record):
+        self._record = record
+        self.values = np.full(len(record.weights), np.nan)
+        self._visited, self.branch = 0, ""
+
+    def visit(self, index: int, value: Array, call: Call) -> None:
+        """Compute the products of a step's value, if it is the same step as in the record."""
+        if self.branch:
+            return
+        record, self._visited = self._record, index + 1
+        try:
+            if record.step_of(index, call) is None:
+                raise ValueError
+            for weight in record.weights_of[index]:
+                self.values[weight] = product(record.weights[weight], value)
+        except (ValueError, IndexError):  # another operation, or another shape
+            self._leave(f"{call.name} at {calls.site_of(sys._getframe(1))}", index)
+
+    def end(self) -> None:
+        """Note a run that ended early."""
+        if not self.branch and self._visited < len(self._record.steps):
+            self._leave("the end of the function", self._visited)
+
+    def _leave(self, text: str, index: int) -> None:
+        steps = self._record.steps
+        self.branch = f"{text} in place of {steps[index] if index < len(steps) else 'nothing more'}"
