@@ -124,9 +124,9 @@ def diagnose(
 ) -> Diagnosis:
     """Find the operations of a function whose adjoints are wrong, by rank and line; not differentiable.
 
-    The function runs nine times, at `args` and at points nearby, and is differentiated once. Each operation on traced
-    values is checked by itself: operations of NumPy, communications, custom operators, functions of other libraries. The
-    steps of `scan` and the operations in functions that are compiled by `jit` are checked one by one. Operations out of
+    The function runs at most ten times, at `args` and at points nearby, and is differentiated once. Each operation on
+    traced values is checked by itself: operations of NumPy, communications, custom operators, functions of other libraries.
+    The steps of `scan` and the operations in functions that are compiled by `jit` are checked one by one. Operations out of
     balance are executed again, alone. The reverse pass keeps all cotangents, so the memory for each value is that of three.
 
     Parameters

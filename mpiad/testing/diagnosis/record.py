@@ -9,7 +9,6 @@ that take part: the two ends of a message, or the calls of a collective operatio
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -68,8 +67,9 @@ class _KeyCounter:
         elif isinstance(group, Channel):
             key = self._numbered("collective", group.members, group.number)
             self.ends[key] += 1
-        elif hasattr(params, "number"):
-            key = "exchange", params.number
+        elif params is not None and not hasattr(params, "source"):
+            # One half of a halo exchange; operations with other parameters share one balance.
+            key = "exchange", getattr(params, "number", None)
         if isinstance(ans, Request):
             self._requests[id(ans)] = key
         return Keys(key, messages[0] if messages else key)
@@ -134,7 +134,7 @@ class Record:
     def visit(self, index: int, value: Array, call: Call) -> None:
         """Record a step."""
         keys, eps = self._counter.keys_of(index, value, call), eps_of(value)
-        site, size = calls.site_of(sys._getframe(1)), norm(value) if eps else 0.0
+        site, size = call.site, norm(value) if eps else 0.0
         step = Step(site.named(call.name), call.name, site, keys, call.argnums, call.is_separable, size, eps * size)
         self.steps.append(step)
         self._values.append(value if eps else None)
@@ -234,7 +234,7 @@ class Products:
             for weight in record.weights_of[index]:
                 self.values[weight] = product(record.weights[weight], value)
         except (ValueError, IndexError):  # another operation, or another shape
-            self._leave(f"{call.name} at {calls.site_of(sys._getframe(1))}", index)
+            self._leave(f"{call.name} at {call.site}", index)
 
     def end(self) -> None:
         """Note a run that ended early."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ from mpiad.differentiation.tape import OrderedNode, OrderedTape, trace_list
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, unfinished
 from mpiad.primitives.operation import Recorded
 from mpiad.pytrees import flatten
+from mpiad.transport.core import calls
 
 
 def argument(x: Array) -> Array:
@@ -34,6 +36,11 @@ class Call(NamedTuple):
     def name(self) -> str:
         """The name of the operation."""
         return getattr(self.fun, "__name__", "") or str(self.fun)
+
+    @property
+    def site(self) -> calls.Site:
+        """The user's line, while the call is in progress."""
+        return calls.site_of(sys._getframe(1))
 
     @property
     def is_separable(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -203,7 +202,7 @@ class Search:
                 return
             step = self.record.step_of(index, call)
             if step is None:
-                self.unrepeatable = f"{call.name} at {calls.site_of(sys._getframe(1))}"
+                self.unrepeatable = f"{call.name} at {call.site}"
             elif step.rounding and abs(norm(value) - step.norm) > 1e4 * step.rounding:
                 self.unrepeatable = str(step)
             elif index in indices and step.is_separable:
