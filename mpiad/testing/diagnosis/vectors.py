@@ -24,6 +24,11 @@ def without_autograds_sparse_form(g: Tree) -> Tree:
     return sparse_add(vspace(g), None, g) if type(g) in sparse_object_types else g
 
 
+def _flat(x: Array) -> np.ndarray:
+    """Return an array or a number as a vector on the host."""
+    return x.ravel() if type(x) is np.ndarray else np.ravel(to_host(x))
+
+
 def product(g: Tree, x: Tree) -> float:
     """Return the inner product of a cotangent with a value; None in the cotangent is zero."""
     total = 0.0
@@ -31,14 +36,14 @@ def product(g: Tree, x: Tree) -> float:
         if isinstance(part, Scatter):
             total += product(part.values, to_host(value)[part.idx])
         elif part is not None:
-            total += float(np.dot(np.ravel(to_host(part)), np.ravel(to_host(value))).real)
+            total += float(np.dot(_flat(part), _flat(value)).real)
     return total
 
 
 def norm(x: Tree) -> float:
     """Return the Euclidean norm of a value or a cotangent."""
-    parts = [part.values if isinstance(part, Scatter) else part for part in flatten(x)[0] if part is not None]
-    return math.hypot(*[np.linalg.norm(np.ravel(to_host(part))) for part in parts])
+    parts = [_flat(part.values if isinstance(part, Scatter) else part) for part in flatten(x)[0] if part is not None]
+    return math.sqrt(sum([float(np.vdot(part, part).real) for part in parts]))
 
 
 def eps_of(x: Tree) -> float:
