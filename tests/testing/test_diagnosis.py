@@ -7,6 +7,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd.extend import defvjp, primitive
+from device_double import on_device
 from machine_load import slowdown
 from testing import wrong_adjoints
 
@@ -105,6 +106,15 @@ def test_single_precision(rank):
     x = x_of(rank).astype(np.float32)
     assert not diagnose(lambda x: mpiad.mpi_allreduce(anp.sum(anp.sin(x) ** 3 / (1 + x**2))), x).findings
     assert found(wrong_adjoints.has_a_wrong_sign, x)
+
+
+def test_device_arrays(rank, size):
+    scaled = primitive(lambda x: x * x)
+    defvjp(scaled, lambda ans, x: lambda g: 2.02 * x * g)  # it should be 2 x g
+    x = on_device(x_of(rank))
+    assert not diagnose(lambda x: mpiad.mpi_allreduce(anp.sum(anp.sin(x)[1:4] * x[2:5])), x).findings
+    findings = diagnose(lambda x: mpiad.mpi_allreduce(anp.sum(scaled(x) * x)), x).findings
+    assert [(each.rank, each.argument) for each in findings] == [(r, 0) for r in range(size)]
 
 
 def test_steps_of_compiled_and_checkpointed_functions_are_checked(rank, size):

@@ -74,7 +74,7 @@ class Execution:
             for k, direction in directions.items():
                 args[k] = moved(args[k], step, direction)
         pairs = zip(flatten(g)[0], flatten(self.call.run(args))[0])
-        return np.concatenate([np.zeros(0), *[np.ravel(w * to_host(leaf)) for w, leaf in pairs if is_variable(w)]])
+        return np.concatenate([np.zeros(0), *[np.ravel(to_host(w) * to_host(leaf)) for w, leaf in pairs if is_variable(w)]])
 
 
 def _copied(leaf: Any) -> Any:
