@@ -817,8 +817,8 @@ class _Search:
         self.inseparable = 0  # the number of suspects that can't be executed alone
         self.steps: dict[Key, list[int]] = {}  # the steps of a balance on this rank
         for index, step in enumerate(record.steps):
-            for key in {step.incoming, step.outgoing}:
-                self.steps.setdefault(key, []).append(index)
+            for balance in {step.incoming, step.outgoing}:
+                self.steps.setdefault(balance, []).append(index)
         variables = program.variables
         self.x = [variables.leaves[place] for place in variables.places]
         # A shared variable moves in the same direction on all ranks.
