@@ -43,7 +43,11 @@ class MpiadMagics(Magics):
     _cluster: Any = None
     _view: Any = None  # of the engines, in the order of their ranks
 
-    def _start(self, ranks: int, timeout: float) -> None:
+    def _started(self, ranks: int, timeout: float) -> Any:
+        """Return the view of as many engines as there should be ranks, which are started if others run."""
+        if self._view is not None and len(self._view.targets) == ranks:
+            return self._view
+        self._stop()
         ipyparallel = optional_package("ipyparallel", "ipyparallel", "mpiad[notebook]", "%%mpiad")
         from traitlets.config import Config
 
@@ -56,6 +60,7 @@ class MpiadMagics(Magics):
         client = self._cluster.start_and_connect_sync(activate=False)
         engines = sorted(zip(client[:].apply_sync(_rank), client.ids))
         self._view = client[[engine for _, engine in engines]]
+        return self._view
 
     def _stop(self) -> None:
         cluster, self._cluster, self._view = self._cluster, None, None
@@ -74,22 +79,22 @@ class MpiadMagics(Magics):
     def mpiad(self, line: str, cell: str) -> None:
         """Run the cell on all ranks; show what each prints and draws, and the value of the last line on rank 0."""
         options = parse_argstring(self.mpiad, line)
-        if self._view is None or len(self._view.targets) != options.ranks:
-            self._stop()
-            self._start(options.ranks, options.timeout)
-        result, interrupt = self._view.execute(cell, silent=False, block=False), None
+        view, interrupt = self._started(options.ranks, options.timeout), None
+        result = view.execute(cell, silent=False, block=False)
         try:
             result.wait()
         except KeyboardInterrupt as error:
             interrupt = error
-            self._view.client.send_signal(signal.SIGINT, targets=self._view.targets, block=False)
+            view.client.send_signal(signal.SIGINT, targets=view.targets, block=False)
             result.wait(_ANSWER)
         if result.done():
             self._show(result)
-        errors = result.get(return_exceptions=True) if result.done() else [interrupt]
-        failed = [(rank, error) for rank, error in enumerate(errors) if isinstance(error, BaseException)]
+        errors: list[Any] = result.get(return_exceptions=True) if result.done() else [interrupt]
+        failed: list[tuple[int, Any]] = [
+            (rank, error) for rank, error in enumerate(errors) if isinstance(error, BaseException)
+        ]
         if failed or interrupt is not None:
-            renewed = self._view.apply_async(_reset) if result.done() else None
+            renewed = view.apply_async(_reset) if result.done() else None
             if renewed is None or not renewed.wait(_ANSWER) or not renewed.successful():
                 self._stop()
                 sys.stderr.write("%%mpiad: the ranks don't answer and were ended; their variables are lost.\n")

@@ -68,6 +68,7 @@ def by_scipy(measured, start):
 
 
 @pytest.mark.serial
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_as_many_succeed_as_by_scipy(measured):

@@ -240,7 +240,7 @@ def _cpu_time(thread: threading.Thread) -> float:
     if not _HAS_CLOCKS:
         return perf_counter()
     try:
-        with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+        with open(f"/proc/self/task/{thread.native_id}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[0]) * 1e-9
     except OSError:  # the thread has ended
         return nan

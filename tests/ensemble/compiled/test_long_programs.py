@@ -111,8 +111,15 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
         np.testing.assert_array_equal(loops, scalars)
 
 
-@pytest.mark.parametrize("dtype", [float, np.float32])
-@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+@pytest.mark.parametrize(
+    "alg, dtype",
+    [
+        (Tsit5(), np.float32),
+        (Rodas5P(), float),
+        pytest.param(Tsit5(), float, marks=pytest.mark.thorough),
+        pytest.param(Rodas5P(), np.float32, marks=pytest.mark.thorough),
+    ],
+)
 def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype):
     monkeypatch.setattr(cache, "optimization_level", 0)
     d, rng = 4, np.random.default_rng(4)
@@ -145,7 +152,7 @@ def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype)
     kernel_code.cache_clear()
 
 
-@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+@pytest.mark.parametrize("alg", [pytest.param(Tsit5(), marks=pytest.mark.thorough), Rodas5P()])
 def test_parameters_per_trajectory_in_an_array_have_the_values_of_scalars(monkeypatch, alg):
     monkeypatch.setattr(cache, "optimization_level", 0)
     monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (2, 2))
