@@ -146,7 +146,16 @@ class Posterior(MeanFieldGaussian):
 
 def test_variational_inference():
     fitted = [
-        VI(lambda theta, x: anp.sum((theta - x) ** 2), family(2), ("norm", 0.0, 1.0), SGD(0.01), 1.0, 4, divergence="path")
+        VI(
+            lambda theta, x: anp.sum((theta - x) ** 2),
+            family(2),
+            ("norm", 0.0, 1.0),
+            SGD(0.01),
+            1.0,
+            4,
+            divergence="path",
+            rng=0,
+        )
         for family in (Posterior, MeanFieldGaussian)
     ]
     found, expected = (fit.run(X[0], 3).params for fit in fitted)
