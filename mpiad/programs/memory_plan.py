@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -51,21 +52,25 @@ class Scratch:
     def __init__(self, size: int):
         self.size = size
 
-    def take(self) -> Array:
-        """Return the free memory of suitable size that was used last and is likely in a cache, or allocate some."""
-        others = []
-        try:
-            while True:
+    def take(self, last: Array | None = None) -> Array:
+        """Return free memory of suitable size, or allocate some: if possible `last`, to which a replay's buffers are bound.
+
+        The next best is the memory that was used last, which is likely in a cache.
+        """
+        others: list[tuple[ReferenceType[Array], Array]] = []
+        with suppress(IndexError):
+            while not others or others[-1][1] is not last:
                 reference = self._free.pop()
                 memory = reference()
-                if memory is not None and self.size <= memory.nbytes <= _LARGER * self.size:
-                    return memory
-                others += [reference] * (memory is not None)
-        except IndexError:
-            # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
-            return aligned(2 * self.size, np.dtype(np.uint8), np.empty)
-        finally:
-            self._free.extend(others[::-1])
+                if memory is not None:
+                    others.append((reference, memory))
+        suitable = [k for k, (_, memory) in enumerate(others) if self.size <= memory.nbytes <= _LARGER * self.size]
+        taken = None
+        if suitable:
+            _, taken = others.pop(suitable[-1] if others[suitable[-1]][1] is last else suitable[0])
+        self._free.extend([reference for reference, _ in others[::-1]])
+        # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
+        return aligned(2 * self.size, np.dtype(np.uint8), np.empty) if taken is None else taken
 
     def give_back(self, memory: Array) -> None:
         """Return memory to the free list."""

@@ -402,7 +402,7 @@ class Replay:
         bound: dict[str, Any] = {"memory": None}
 
         def taken() -> Array:
-            memory = scratch.take()
+            memory = scratch.take(bound["memory"])
             if memory is not bound["memory"]:
                 for b in buffers:
                     self.names[f"b{b}"] = array = self._in_memory(b, memory)

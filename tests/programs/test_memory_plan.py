@@ -185,6 +185,11 @@ def test_programs_share_scratch_memory(monkeypatch):
     assert not np.shares_memory(little, memory)
     assert two.take() is memory and fields.take() is not memory
     two.give_back(memory)
+    other = two.take()
+    more = two.take()
+    for each in (other, more):
+        two.give_back(each)
+    assert two.take(other) is other and two.take(other) is more  # what a replay has had before, if it's free
     gone = weakref.ref(memory)
-    del memory
+    del memory, each, other, more
     assert gone() is None and len(two.take()) >= 150_000
