@@ -157,7 +157,6 @@ class KernelBlocks:
         for number, step in zip(numbers, operator.linked or ()):
             self._steps[number] = self._steps[number][0], step, at
             self._store(number)
-        self.bind_communicators()
 
     def _calls(self) -> Iterator[tuple[int, LinkedCall]]:
         return ((start, step) for start, step, _ in self._steps if isinstance(step, LinkedCall))

@@ -57,18 +57,15 @@ class Scratch:
 
         The next best is the memory that was used last, which is likely in a cache.
         """
-        others: list[tuple[ReferenceType[Array], Array]] = []
+        free: list[Array] = []
         with suppress(IndexError):
-            while not others or others[-1][1] is not last:
-                reference = self._free.pop()
-                memory = reference()
+            while True:
+                memory = self._free.pop()()
                 if memory is not None:
-                    others.append((reference, memory))
-        suitable = [k for k, (_, memory) in enumerate(others) if self.size <= memory.nbytes <= _LARGER * self.size]
-        taken = None
-        if suitable:
-            _, taken = others.pop(suitable[-1] if others[suitable[-1]][1] is last else suitable[0])
-        self._free.extend([reference for reference, _ in others[::-1]])
+                    free.append(memory)
+        suitable = [memory for memory in free if self.size <= memory.nbytes <= _LARGER * self.size]
+        taken = next((memory for memory in suitable if memory is last), suitable[0] if suitable else None)
+        self._free.extend([ref(memory) for memory in reversed(free) if memory is not taken])
         # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
         return aligned(2 * self.size, np.dtype(np.uint8), np.empty) if taken is None else taken
 

@@ -54,7 +54,6 @@ class Replays:
         self.uses = spans_of(schedule, self.texts)
         self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
         self.scratch = Scratch(scratch_bytes)
-        self.loops = CompiledLoops(self.texts, self.kernels, self.allocations)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
@@ -191,7 +190,8 @@ class Replay:
             self._messages[at] = message and self._numbered(message)
         self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._operators = self._linked_operators() if prepared else {}
-        self._blocks = KernelBlocks(self.schedule, replays.loops, self._actions, self._messages, self._operators)
+        loops = CompiledLoops(replays.texts, replays.kernels, replays.allocations)
+        self._blocks = KernelBlocks(self.schedule, loops, self._actions, self._messages, self._operators)
         self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.

@@ -187,10 +187,7 @@ class UserStepping:
         The observed values have an additional first axis, with one entry per step.
         """
         (first, stop), observe = span, self._observe_form
-        # A single step on a tape, too, so that `recorded` finds its program.
-        by_program = tracing.tape is not None and self._count is not None and self._python_observe is None
-        by_program = by_program and not self._program(1).refused
-        if stop > first + 1 or by_program:
+        if stop > first + 1 or self._records_single_steps:
             state, columns = self._run_programs(span, args)
             return _checked(state, self._specs, self._names, stop - 1), columns
         params = self._build_params(args.params)
@@ -199,6 +196,12 @@ class UserStepping:
         tree = advance(self.build_state(args.state), first, *entry, *params)
         columns = [] if self._observe is None else self._columns([(observe or self._observe)(tree, first, *params)])
         return _checked(flatten(tree)[0], self._specs, self._names, first), columns
+
+    @property
+    def _records_single_steps(self) -> bool:
+        """Whether a single step runs as a program, since it is on a tape, so that `recorded` finds the program."""
+        is_known = tracing.tape is not None and self._count is not None and self._python_observe is None
+        return is_known and not self._program(1).refused
 
     def _columns(self, rows: Sequence[Tree]) -> list[Array]:
         """Return the leaves of observed values along a new first axis."""

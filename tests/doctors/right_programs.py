@@ -76,18 +76,22 @@ def equal(found: Any, expected: Any) -> None:
         raise ValueError(f"received {found!r:.80}, but expected {expected!r:.80}")
 
 
+def send(run: Run, how: str, x: object, source: int, dest: int, tag: int) -> None:
+    """Send by a method of the communicator; a rank sends to itself without waiting."""
+    start, wait = ("Isend", "Wait") if how[0].isupper() else ("isend", "wait")
+    if run.world.rank == source:
+        request = getattr(run.world, start if source == dest else how)(x, dest, tag)
+        if request is not None:
+            run.pending.append(getattr(request, wait))
+
+
 def message(run: Run) -> None:
     """Send an array from one rank to another."""
     (source, dest), tag, draw = run.pair(), run.new_tag(), run.random
     x = run.array(source, tag)
     how, by = draw.choice(["Send", "Ssend", "Isend", "Issend"]), draw.choice(["Recv", "any", "Probe", "Mprobe", "Irecv"])
     world, y = run.world, np.zeros(x.size)
-    if source == dest:
-        how = "Isend"
-    if world.rank == source:
-        request = getattr(world, how)(x, dest, tag)
-        if request is not None:
-            run.pending.append(request.Wait)
+    send(run, how, x, source, dest, tag)
     if world.rank == dest:
         if by == "Probe":
             world.Probe(source, tag)
@@ -105,12 +109,7 @@ def object_message(run: Run) -> None:
     (source, dest), tag, draw = run.pair(), run.new_tag(), run.random
     how, by = draw.choice(["send", "ssend", "isend", "issend"]), draw.choice(["recv", "any", "irecv", "probe"])
     value, world = {"tag": tag, "text": "x" * run.size()}, run.world
-    if source == dest:
-        how = "isend"
-    if world.rank == source:
-        request = getattr(world, how)(value, dest, tag)
-        if request is not None:
-            run.pending.append(request.wait)
+    send(run, how, value, source, dest, tag)
     if world.rank == dest:
         if by == "probe":
             world.probe(source, tag)

@@ -70,8 +70,9 @@ class LinkedCall(NamedTuple):
         words = [0, 0, functions[self.name], errors, number, 0]
         words += [functions["Get_count"], MPI._handleof(MPI.BYTE), self.nbytes, address + 8 * _RECEIVED, 0]
         status = address + 8 * (_FIRST + len(self.arguments))
+        known = {"status": status, "comm": handle_of(self.comm)}
         for x in self.arguments:
-            words.append(status if x == "status" else 0 if isinstance(x, str) else _word(x))
+            words.append(known.get(x, 0) if isinstance(x, str) else _word(x))
         return words + [0] * _STATUS
 
     def places(self, kind: str) -> list[int]:

@@ -412,18 +412,18 @@ class PreparedMessages:
                 self.abandon(error)
                 raise
 
-        def linked(name: str, arguments: Sequence[Operand], array: Array | None = None, peer: Rank = -1) -> LinkedCall:
-            nbytes, counts = 0 if array is None else array.nbytes, {"Isend": "sent", "Irecv": "received"}.get(name)
-            counted = None if counts is None else (counts, (peer, tag))
-            return LinkedCall(name, arguments, channel, False, nbytes, partial(fail, peer, array), counted)
+        def start(name: str, counts: str, message: Buffer, peer: Rank, place: int) -> LinkedCall:
+            arguments = address_of(message[0]), *message[1:], peer, tag, "comm", place
+            return LinkedCall(name, arguments, channel, False, 0, partial(fail, peer, None), (counts, (peer, tag)))
 
-        def start(name: str, message: Buffer, peer: Rank, place: int) -> LinkedCall:
-            return linked(name, [address_of(message[0]), *message[1:], peer, tag, "comm", place], peer=peer)
-
-        started = [start("Irecv", *x) for x in zip(received, self._peers, places)]
-        started += [start("Isend", *x) for x in zip(sent, self._peers, places[n:])]
-        ended = [linked("Wait", [place, "status"], x, peer) for place, x, peer in zip(places, self._received, self._peers)]
-        return started, [*ended, linked("Waitall", [n, places[n], address_of(statuses)])]
+        started = [start("Irecv", "received", *x) for x in zip(received, self._peers, places)]
+        started += [start("Isend", "sent", *x) for x in zip(sent, self._peers, places[n:])]
+        ended = [
+            LinkedCall("Wait", (place, "status"), channel, False, x.nbytes, partial(fail, peer, x))
+            for place, x, peer in zip(places, self._received, self._peers)
+        ]
+        sends = n, places[n], address_of(statuses)
+        return started, [*ended, LinkedCall("Waitall", sends, channel, False, 0, partial(fail, -1, None))]
 
     def abandon(self, error: BaseException) -> None:
         """Mark the channel after an exception while messages are in flight: MPI may still write to the arrays."""
