@@ -27,11 +27,13 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import is_variable, named_leaves
+from mpiad.timestepping import scan
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 
 _CALL = "inverse.ShiftInvariantMap"
 _PANEL_BYTES = 1 << 27  # of the rows of some sensors: their adjoint runs are made together
+_INTERVALS = 8  # of the loop whose adjoint is repeated: what a call takes is shared by them
 _DEVIATION = 1e-8  # of the two random runs from the map, relative to the largest observation
 
 
@@ -103,9 +105,9 @@ class ShiftInvariantMap:
         self.n_sensors = self.offset.shape[1]
         self._length = 2 * self.n  # of the transforms, so that the last sources don't act on the first observations
         self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, math.prod(self.shape[1:])), complex)
-        steps, observation = linearize(step, (0, 2))(u0, 0, source), linearize(observe)(u0)
+        adjoint, observation = self._linearized(step, u0, source), linearize(observe)(u0)
         for part in self._panels():
-            self._spectrum[:, part] = rfft(self._sensitivities(steps, observation, part), self._length, axis=0)
+            self._spectrum[:, part] = rfft(self._sensitivities(adjoint, observation, part), self._length, axis=0)
         self._require_linear(step, observe, u0, np.asarray(source))
 
     def __call__(self, m: LocalArray) -> ReplicatedArray:
@@ -148,18 +150,26 @@ class ShiftInvariantMap:
         require_same(self._channel, f"{rows[0].size} sensors", _CALL)
         return np.stack(rows)
 
-    def _sensitivities(self, steps: Linearization, observation: Linearization, part: slice) -> np.ndarray:
+    def _linearized(self, step: Function, u0: Tree, source: LocalArray) -> Linearization:
+        """Return the derivative of the state after several intervals with respect to the first state and the sources."""
+
+        def interval(u: Tree, k: int, m: LocalArray) -> Tree:
+            for _ in range(self.interval):
+                u = step(u, 0, m)
+            return u
+
+        count = min(self.n, _INTERVALS)
+        return linearize(lambda u, m: scan(interval, u, count, inputs=m), (0, 1))(u0, np.stack([source] * count))
+
+    def _sensitivities(self, adjoint: Linearization, observation: Linearization, part: slice) -> np.ndarray:
         """Return the rows of F_0, F_1, ... for some sensors, of shape (n, sensors, size of a source)."""
         # All ranks have copies of the observations: the cotangent of the root's copy is that of the values.
         seeds = np.eye(self.n_sensors)[part] * (self._channel.rank == 0)
         cotangent, rows = observation.vjp(seeds, batch=True), []
-        for _ in range(self.n):
-            total = 0.0
-            for _ in range(self.interval):
-                cotangent, of_source = steps.vjp(cotangent, batch=True)
-                total = total + of_source
-            rows.append(np.reshape(total, (len(seeds), -1)))
-        return np.stack(rows)
+        while len(rows) < self.n:
+            cotangent, of_sources = adjoint.vjp(cotangent, batch=True)
+            rows += [np.reshape(of_source, (len(seeds), -1)) for of_source in np.moveaxis(of_sources, 1, 0)[::-1]]
+        return np.stack(rows[: self.n])
 
     def _require_linear(self, step: Function, observe: Function, u0: Tree, source: LocalArray) -> None:
         self.offset = self.offset - self(np.broadcast_to(source, self.shape))
