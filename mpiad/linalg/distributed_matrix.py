@@ -661,11 +661,10 @@ class GatheredFactors:
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # The distributed axis comes first, so that all right-hand sides are columns of one array, for one call of SciPy.
         # The lengths are the matrix's, and the callers have compared the dtype and the number of right-hand sides.
-        columns = r.reshape(math.prod(r.shape[:-1]), r.shape[-1]).astype(np.result_type(r, self._dtype), copy=False).T
-        parts = Dividing(self._channel, 0, 0, self._lengths, spec_like(columns))
-        whole = communicate(GATHER, columns, parts)
+        rows = r.reshape(math.prod(r.shape[:-1]), r.shape[-1]).astype(np.result_type(r, self._dtype), copy=False)
+        parts = Dividing(self._channel, 0, 1, self._lengths, spec_like(rows))
+        whole = communicate(GATHER, rows, parts)
         if self._factors is not None:
-            whole = self._factors.solve(whole.T, self._kind).T.astype(columns.dtype, copy=False)
-        return communicate(SCATTER, whole, parts).T.reshape(r.shape)
+            whole = self._factors.solve(whole, self._kind).astype(rows.dtype, copy=False)
+        return communicate(SCATTER, whole, parts).reshape(r.shape)

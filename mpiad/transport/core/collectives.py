@@ -9,7 +9,7 @@ size of the array alone decides, since a rank doesn't know the devices of the ot
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import inf, prod
 from typing import TypeAlias, TypeVar
@@ -207,30 +207,50 @@ def lengths_of_all(
 
 def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], call: str) -> Array:
     """Stack (`axis` None) or concatenate the ranks' arrays on the root, or on all ranks if `root` is None."""
-    array = _front(outgoing(x, call), axis)
-    rest = array.shape if axis is None else array.shape[1:]
-    counts = [length * prod(rest) for length in lengths]
-    whole = Spec((sum(lengths), *rest), array.dtype, arrays_of(array))
+    array = outgoing(x, call)
+    lead, rest = ((), array.shape) if axis is None else (array.shape[:axis], array.shape[axis + 1 :])
+    counts = [length * prod((*lead, *rest)) for length in lengths]
+    whole = Spec((*lead, sum(lengths), *rest), array.dtype, arrays_of(array))
+    if root is not None and channel.rank != root:
+        channel.data.Gatherv(outgoing_transfer(array).buffer, None, root)
+        return whole._replace(shape=(*lead, 0, *rest)).empty()
+    everyone = whole._replace(shape=(sum(counts),))
     if root is None:
-        return _back(communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), array, whole), axis)
-    if channel.rank == root:
-        return _back(communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), array, whole), axis)
-    channel.data.Gatherv(outgoing_transfer(array).buffer, None, root)
-    return _back(whole._replace(shape=(0, *rest)).empty(), axis)
+        flat = communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), array, everyone)
+    else:
+        flat = communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), array, everyone)
+    if prod(lead) == 1:
+        return flat.reshape(whole.shape)
+    joined = whole.empty()
+    for part, entries in _parts(joined, lengths, len(lead), flat):
+        part[...] = entries.reshape(part.shape)
+    return joined
 
 
 def scatter(
     channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], piece: Spec, call: str
 ) -> Array:
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
-    shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
-    received, sent = incoming_transfer(piece._replace(shape=shape)), None
+    received, sent = incoming_transfer(piece), None
     if channel.rank == root:
-        counts = [length * prod(shape if axis is None else shape[1:]) for length in lengths]
-        array = _front(outgoing(x, call), axis)
-        sent = [outgoing_transfer(array).buffer, counts]
+        array, lead = outgoing(x, call), axis or 0
+        counts, flat = [length * (array.size // max(sum(lengths), 1)) for length in lengths], array
+        if prod(array.shape[:lead]) != 1:
+            flat = Spec((array.size,), array.dtype, arrays_of(array)).empty()
+            for part, entries in _parts(array, lengths, lead, flat):
+                entries[...] = part.reshape(-1)
+        sent = [outgoing_transfer(flat).buffer, counts]
     channel.data.Scatterv(sent, received.buffer, root)
-    return _back(received.received(), axis)
+    return received.received()
+
+
+def _parts(whole: Array, lengths: list[int], axis: int, flat: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield the part of each rank along an axis, and its entries in an array of the parts, one after the other."""
+    start = first = 0
+    for length in lengths:
+        part = whole[(*(slice(None),) * axis, slice(start, start + length))]
+        yield part, flat[first : first + part.size]
+        start, first = start + length, first + part.size
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
