@@ -20,7 +20,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
-from mpiad.differentiation.rules.scatter_add import Scatter
+from mpiad.differentiation.rules.scatter_add import Scatter, copy_of
 from mpiad.differentiation.tape import OrderedNode, Recording
 from mpiad.primitives.cotangents import conform, conformed
 from mpiad.primitives.operation import BatchedVjp, StackedVjp, VectorizedVjp
@@ -64,14 +64,11 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
         if is_device_array(total):
             return space.add(total, sparse_add(space, None, g))
         # A total that isn't owned may be shared, so it must be copied.
-        if not owned:
-            total = space.mut_add(None, total)
-        return sparse_add(space, total, g)
+        return sparse_add(space, total if owned else copy_of(total), g)
     if type(total) in _boxes:
         if tracing.recorder is not None:  # programs contain arrays, but no functions that hold arrays
             return total + g.dense()
-        if not owned:
-            total = vspace(total).mut_add(None, total)
+        total = total if owned else copy_of(total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     # The sum is computed in place only if it has the dtype of the total.
     is_array = type(total) is _ndarray or is_device_array(total)

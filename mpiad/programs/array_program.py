@@ -182,6 +182,7 @@ def inverse(map: IndexMap, shape: Shape, result: Shape) -> IndexMap | None:
 
 # Elementwise functions of joins along axes of at most this length are computed separately for each part of the join.
 SHORT = 8
+COMPONENTS = 32  # likewise, if each part has length 1, as the components of a field have
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 BOOLEAN = np.dtype(bool)
 # The precision in which loops compute values of a dtype. A complex number is a pair of real numbers.
@@ -330,7 +331,7 @@ class ArrayProgram:
         """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
         for x in inputs:
             node = self.nodes[x]
-            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
+            if node.kind == "join" and node.shape == tuple(shape) and self._is_short(node):
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
@@ -340,6 +341,10 @@ class ArrayProgram:
             operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
         return self.join(made, node.data)
+
+    def _is_short(self, join: Node) -> bool:
+        length = join.shape[join.data]
+        return length <= SHORT or len(join.inputs) == length <= COMPONENTS
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""
@@ -403,7 +408,7 @@ class ArrayProgram:
             return block
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # Along a short axis, the result is a join of the entries before, inside and after the block.
-            if n < length <= SHORT and len(node.shape) > 1:
+            if n < length <= (COMPONENTS if n == 1 else SHORT) and len(node.shape) > 1:
                 before, inside, after = [self.slice(x, axis, *pair) for pair in pairwise((0, start, start + n, length))]
                 updated = self.update(inside, block, [0 if k == axis else s for k, s in enumerate(starts)])
                 return self.join([before, updated, after], axis)

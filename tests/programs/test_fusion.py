@@ -83,6 +83,24 @@ def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     assert len(large) <= 1  # the cotangent, which five places read
 
 
+@pytest.mark.unguarded
+@pytest.mark.parametrize("count", [9, 27])
+def test_cotangents_of_components_are_joined(count):
+    """Components of a stacked field are read at several places: no loop per place adds to the cotangent of the field."""
+    f, v = np.random.default_rng(count).uniform(1.0, 2.0, (2, count, 7, 6))
+
+    def loss(f):
+        total = sum(f[q] for q in range(count))
+        mean = sum((q + 1.0) * f[q] for q in range(count)) / total
+        return anp.sum(anp.stack([anp.sin(f[q]) * mean - total for q in range(count)]) ** 2)
+
+    first = replays_of(mpiad.grad(loss), f)
+    second = replays_of(lambda f, v: mpiad.hvp(loss)(f, v)[1], f, v)
+    for replays in (first, second):
+        loops, calls, copies = counts(replays)
+        assert loops <= 5 and calls <= 2 and copies == 0
+
+
 def test_messages_stay_in_the_order_of_the_source():
     """Also those that nobody reads, between calls that could run earlier."""
 

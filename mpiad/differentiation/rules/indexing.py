@@ -25,7 +25,7 @@ from mpiad.differentiation.rules.protocol import (
     linear_jvp,
     refusal,
 )
-from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
+from mpiad.differentiation.rules.scatter_add import Scatter, copy_of, is_basic, put
 from mpiad.transport.devices.device_arrays import is_array, is_device_array
 
 _getitem = ArrayBox.__getitem__
@@ -101,9 +101,7 @@ def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: 
     space = vspace(tangent)
     if argnums == (2,):
         return sparse_add(space, None, tangent)
-    total = gs[0]
-    copy = total.copy() if type(total) is np.ndarray else space.mut_add(None, total)
-    return sparse_add(space, copy, tangent)
+    return sparse_add(space, copy_of(gs[0]), tangent)
 
 
 VJPS = {_getitem: getitem_vjp, anp.take: take_vjp}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import autograd.numpy as anp
 import numpy as np
-from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
+from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive, vspace
+from autograd.numpy.numpy_vspaces import ArrayVSpace
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -70,6 +72,13 @@ def is_basic(idx: Index) -> bool:
         if type(i) not in _BASIC:
             return False
     return True
+
+
+def copy_of(total: Array) -> Array:
+    """Return a copy of a total, which may be traced, to which cotangents can be added in place."""
+    space = vspace(total)
+    # In a compiled program a copy is no operation.
+    return anp.copy(total) if isinstance(space, ArrayVSpace) else space.mut_add(None, total)
 
 
 @primitive
