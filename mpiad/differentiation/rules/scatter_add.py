@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import autograd.numpy as anp
 import numpy as np
-from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive, vspace
+from autograd.extend import SparseObject, defjvp, defjvp_argnums, defvjp, primitive, vspace
 from autograd.numpy.numpy_vspaces import ArrayVSpace
 
 from mpiad._typing import Array, Index, Shape
@@ -74,11 +73,19 @@ def is_basic(idx: Index) -> bool:
     return True
 
 
+@primitive
+def _copied(x: Array) -> Array:
+    return x.copy()  # no operation in a compiled program
+
+
+defvjp(_copied, lambda ans, x: lambda g: g)
+defjvp(_copied, "same")
+
+
 def copy_of(total: Array) -> Array:
     """Return a copy of a total, which may be traced, to which cotangents can be added in place."""
     space = vspace(total)
-    # In a compiled program a copy is no operation.
-    return anp.copy(total) if isinstance(space, ArrayVSpace) else space.mut_add(None, total)
+    return _copied(total) if isinstance(space, ArrayVSpace) else space.mut_add(None, total)
 
 
 @primitive
