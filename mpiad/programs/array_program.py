@@ -182,7 +182,8 @@ def inverse(map: IndexMap, shape: Shape, result: Shape) -> IndexMap | None:
 
 # Elementwise functions of joins along axes of at most this length are computed separately for each part of the join.
 SHORT = 8
-COMPONENTS = 32  # likewise, if each part has length 1, as the components of a field have
+# Updates of one entry along an axis of at most this length, such as a component of a field, are joins.
+COMPONENTS = 32
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 BOOLEAN = np.dtype(bool)
 # The precision in which loops compute values of a dtype. A complex number is a pair of real numbers.
@@ -331,7 +332,7 @@ class ArrayProgram:
         """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
         for x in inputs:
             node = self.nodes[x]
-            if node.kind == "join" and node.shape == tuple(shape) and self._is_short(node):
+            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
@@ -341,10 +342,6 @@ class ArrayProgram:
             operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
         return self.join(made, node.data)
-
-    def _is_short(self, join: Node) -> bool:
-        length = join.shape[join.data]
-        return length <= SHORT or len(join.inputs) == length <= COMPONENTS
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""
