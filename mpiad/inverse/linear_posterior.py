@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import threadpoolctl
+from mpi4py import MPI
 from numpy.fft import irfft, rfft
 from scipy.linalg import cholesky, get_blas_funcs, get_lapack_funcs, solve_triangular
 
@@ -51,6 +52,7 @@ _CALL = "inverse.LinearPosterior"
 _MOST_FUNCTIONALS = 4096
 _FIELDS = 64  # fields to which the prior's covariance is applied at once
 _BLOCK = 1024  # columns that are factored at once
+_PIECE = 1 << 13  # numbers that are summed over the ranks at once
 _CELLS = 512  # cells of a rank whose variances are computed at once
 
 
@@ -143,10 +145,10 @@ class LinearPosterior:
             if self._channel.rank:
                 continue
             for i, blocks in enumerate(total.reshape(stop - first, count, last, width), first):
-                last = i + 1 if until_row else n
+                end = i + 1 if until_row else n
                 if i > 0:
-                    blocks[:, 1:last] += out[i - 1, :, : last - 1]
-                out[i, :, :last] = blocks[:, :last]
+                    blocks[:, 1:end] += out[i - 1, :, : end - 1]
+                out[i, :, :end] = blocks[:, :end]
 
     def _factored(self) -> np.ndarray:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
@@ -415,17 +417,12 @@ def _factor(a: np.ndarray) -> int | None:
 
 
 def _sum_on_root(comm: Comm, x: np.ndarray) -> None:
-    """Add the other ranks' arrays to the root's, by a binomial tree; the arrays of other ranks are overwritten."""
-    # MPICH's Reduce of arrays of 30 MB is a fifth as fast.
-    distance = 1
-    while distance < comm.size and not comm.rank & distance:
-        if comm.rank + distance < comm.size:
-            received = np.empty_like(x)
-            comm.Recv(received, comm.rank + distance)
-            x += received
-        distance *= 2
-    if comm.rank:
-        comm.Send(x, comm.rank - distance)
+    """Add the other ranks' arrays to the root's."""
+    # By pieces that stay in the caches: MPICH sums arrays of 30 MB at a quarter of the rate.
+    flat = x.reshape(-1)
+    for first in range(0, len(flat), _PIECE):
+        piece = flat[first : first + _PIECE]
+        comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else piece, piece)
 
 
 def _filtered(x: np.ndarray, a: float) -> np.ndarray:
