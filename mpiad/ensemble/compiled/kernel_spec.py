@@ -68,8 +68,7 @@ class KernelSpec(NamedTuple):
     affects: tuple[int, ...] | None = None  # the events that act at given times; None if no event acts
     acting: tuple[int, ...] = ()  # for each of `events`: its index if it acts, otherwise -1
     ending: tuple[int, ...] = ()  # the events that act and end the trajectory
-    # In the adjoint of a solve in which events act: these events, and whether each one occurs at given times.
-    jumps: tuple[tuple[int, bool], ...] | None = None
+    jumps: tuple[int, ...] | None = None  # in derivatives of a solve in which events act: these events
     # Parameters that are entries of tables, as in `TracedProblem.tables`; they are read from arrays at computed indices.
     tables: tuple[tuple[str, int, int], ...] = ()
 

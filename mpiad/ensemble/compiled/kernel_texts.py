@@ -145,7 +145,7 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
         programs["jacobian"] = jacobian_program(program).program
         programs["curvature"] = second_adjoint_program(program, wrt)
     programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if spec.events}
-    return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
+    return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e in spec.jumps or ()}  # type: ignore[arg-type]
 
 
 def _products(program: Program, wrt: Wanted, jacobian: Program | None) -> dict[str, Program]:
@@ -165,7 +165,7 @@ def _tangent_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
     for e, g in enumerate(traced.conditions if spec.events else ()):
         programs[f"dcondition{e}"] = simplify(jvp(g, wrt_time))
         programs[f"rate{e}"] = simplify(jvp(g, {"state": None, "time": None}))
-    return programs | {f"daffect{e}": simplify(jvp(traced.affects[e], wrt_time)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
+    return programs | {f"daffect{e}": simplify(jvp(traced.affects[e], wrt_time)) for e in spec.jumps or ()}  # type: ignore[arg-type]
 
 
 def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, cotangents_at_ends, pull_run, to_start
-from mpiad.ensemble.compiled.kernel_solver import MOST_ENTRIES, Solver, Tape
+from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
 from mpiad.ensemble.compiled.reverse_kernel import layout_of
-from mpiad.ensemble.compiled.trace import ParameterPacking
-from mpiad.ensemble.compiled.work_shares import Paced, each
-from mpiad.ensemble.jumps import FOUND, Jumps
+from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
+from mpiad.ensemble.compiled.work_shares import each
+from mpiad.ensemble.jumps import FOUND
 from mpiad.ensemble.outcome import INITIAL
 from mpiad.ensemble.run import Run, Seeds
 
@@ -45,23 +45,49 @@ def event_rows(run: Run, rows: Array, *columns: Array) -> tuple[Array, Array]:
     return np.searchsorted(events[:, 0], np.arange(run.batch.size + 1)), events
 
 
-class KernelJumps:
-    """The events that acted, for the reverse kernel; `time_bar`, (N,), of jumps that no step follows is used and zeroed."""
+def jump_rows(run: Run, dtype: np.dtype) -> tuple[Array, ...]:
+    """Return the events that acted, as arguments of kernels."""
+    jumps, integer = run.jumps, np.dtype(np.int64)
+    if jumps is None:
+        none = np.empty(0, np.int64)
+        return none, none, none, none, np.empty(0), np.empty((0, 0), dtype)
+    first = np.searchsorted(jumps.ids, np.arange(run.batch.size + 1))
+    numbers = (argument(x, integer) for x in (jumps.number, jumps.event, jumps.slot))
+    return first, *numbers, argument(jumps.time), argument(np.ascontiguousarray(jumps.before.T), dtype)
 
-    def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
-        self.due, integer = np.zeros(len(jumps.ids)), np.dtype(np.int64)  # `due`: the cotangents of the events' times
-        first = np.searchsorted(jumps.ids, np.arange(run.batch.size + 1))
-        ids = np.flatnonzero(time_bar)
-        last = first[ids + 1] - 1
-        jumped = last >= first[ids]
-        number = jumps.number[last[jumped]]
-        # `to_start` handles the jumps before the first step.
-        jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
-        self.due[last[jumped]] = time_bar[ids[jumped]]
-        time_bar[ids[jumped]] = 0.0
-        number, event, time = argument(jumps.number, integer), argument(jumps.event, integer), argument(jumps.time)
-        # The kernel's arguments; it updates the last one, the cotangents of the events' times.
-        self.arguments = first, number, event, time, argument(np.ascontiguousarray(jumps.before.T), dtype), self.due
+
+def due_cotangents(run: Run, time_bar: Array) -> Array:
+    """Return the cotangents of the times of the events that acted: those in `time_bar`, (N,), which are set to zero."""
+    jumps = run.jumps
+    if jumps is None:
+        return np.empty(0)
+    due, ids = np.zeros(len(jumps.ids)), np.flatnonzero(time_bar)
+    last = np.searchsorted(jumps.ids, ids, side="right") - 1
+    jumped = last >= np.searchsorted(jumps.ids, ids)
+    number = jumps.number[last[jumped]]
+    # Only of jumps that no step follows; `to_start` handles the jumps before the first step.
+    jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
+    due[last[jumped]] = time_bar[ids[jumped]]
+    time_bar[ids[jumped]] = 0.0
+    return due
+
+
+def differentiated_parts(solver: Solver, run: Run, places: Collection[int], timed: bool) -> list[PackedLeaf] | None:
+    """Return the leaves with the indices `places`; None if the kernels of derivatives don't support the solve."""
+    if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
+        return None  # the kernel would need u' between events at the same time
+    return solver.differentiated_parts(places)
+
+
+def recorded_groups(solver: Solver, solve: Run) -> Iterator[tuple[slice, Array, Solver, Run]]:
+    """Solve one group of trajectories after the other again, to limit the memory of recorded steps.
+
+    Yield the trajectories, the mask of their times in `solve.event_times`, their solver and their run.
+    """
+    ids = solve.event_times.ids
+    for rows, part in solver.parts():
+        run = Run(solve.batch.share(rows), solve.settings.share(rows), part.record())
+        yield rows, (ids >= rows.start) & (ids < rows.stop), part, run
 
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -70,23 +96,18 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # the saved times aren't known in advance
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
-    chosen = [part for part in solver.traced.packing.parts if part.place in places]
-    if solver.spec.tables and sum(len(part.scalars) for part in chosen) > MOST_ENTRIES:
+    if (chosen := differentiated_parts(solver, run, places, timed)) is None:
         return pull_run(run, seeds, places, timed)
-    if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
-        return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at the same time
-    stopped = run.jumps is not None and len(run.stops.ids) > 0
-    timed = timed or stopped
+    timed = timed or (run.jumps is not None and len(run.stops.ids) > 0)
     batch, count = run.batch, run.batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
     bars_at_ends = cotangents_at_ends(run, seeds, places, timed)
-    jumps = None if run.jumps is None else KernelJumps(run, run.jumps, bars_at_ends.start, real)
-    time_bar = bars_at_ends.start
-    if jumps is None and seeds.reached is not None:
+    due, time_bar = due_cotangents(run, bars_at_ends.start), bars_at_ends.start
+    if run.jumps is None and seeds.reached is not None:
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
     inside = solver.spec.inside and (seeds.saved is not None or len(events) > 0)
-    spec, wanted = solver.derivative_spec(chosen, timed, inside, jumps is not None, len(events) > 0)
+    spec, wanted = solver.derivative_spec(chosen, timed, inside, run.jumps is not None, len(events) > 0)
     function = solver.function("reverse", spec, wanted)
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:
@@ -94,28 +115,15 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     end_bar = argument(row_parts(bars_at_ends.u0.conj()), real)
     # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
     u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
-    inputs = solver.p, solver.s, solver.times
     ends = outcome.last, outcome.naccept, argument(run.outcome.t_reached), run.live, end_bar
-    bars = argument(saved, real), save_step, u0_bar, p_bar
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
-    if jumps is None:
-        none = np.empty(0, np.int64)
-        jump_arguments = (none, none, none, np.empty(0), np.empty((0, 0), real), np.empty(0))
-    else:
-        jump_arguments = jumps.arguments
+    before = solver.p, solver.s, solver.times, *ends, argument(saved, real), save_step, u0_bar, p_bar
+    after = start_bar, stop_bar, *jump_rows(run, real), due, first_event, events
 
     def pull_tape(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(spec.wanted_shared)
-        zeros = (np.zeros(spec.lanes, np.int64) for _ in range(3))
-        state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane = *layout_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *zeros, state
-        more = np.empty(3 * spec.lanes, np.int64), *jump_arguments, np.empty(spec.lanes, np.int64), first_event, events
-        call = Paced(function, state)
-        while True:
-            call(*lane, *inputs, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)
-            if state[2] == spec.lanes:  # all lanes have finished
-                return s_bar
-            pause()
+        tape.visit(function, layout_of(spec), real, (*before, s_bar, *after), pause)
+        return s_bar
 
     s_bar = np.sum(each(pull_tape, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
@@ -131,26 +139,24 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     unstepped = outcome.naccept == 0
     start_bar[unstepped] += bars_at_ends.start[unstepped]
     bars_at_ends = dataclasses.replace(bars_at_ends, u0=initial, start=start_bar, end=stop_bar + bars_at_ends.end)
-    if jumps is not None:
+    if run.jumps is not None:
         to_start(run, bars_at_ends, timed)
         if timed:
-            at_times = run.jumps.slot != FOUND  # type: ignore[union-attr]
-            bars_at_ends.due[run.jumps.slot[at_times], run.jumps.ids[at_times]] += jumps.due[at_times]  # type: ignore[union-attr]
+            at_times = run.jumps.slot != FOUND
+            bars_at_ends.due[run.jumps.slot[at_times], run.jumps.ids[at_times]] += due[at_times]
     return bars_at_ends
 
 
 def _in_parts(solver: Solver, solve: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Compute cotangents for one group of trajectories after the other, to limit the memory of recorded steps."""
+    """Compute cotangents for one group of trajectories after the other."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     due = np.empty((0, batch.size))
     cotangents = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, due)
-    for rows, part in solver.parts():
-        run = Run(solve.batch.share(rows), solve.settings.share(rows), part.record())
+    for rows, of_group, part, run in recorded_groups(solver, solve):
         share = seeds.share(rows)
         if seeds.crossed is not None:
-            ids = solve.event_times.ids
-            share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
+            share = share._replace(crossed=seeds.crossed[of_group])
         bars = pull_compiled(part, run, share, places, timed)
         if len(bars.due) > len(cotangents.due):
             cotangents.due = np.concatenate([cotangents.due, np.zeros((len(bars.due) - len(cotangents.due), batch.size))])

@@ -11,11 +11,11 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, row_parts
 from mpiad.differentiation.forward import Bundle
-from mpiad.ensemble.compiled.kernel_solver import MOST_ENTRIES, Solver, Tape
-from mpiad.ensemble.compiled.reverse_sweep import event_rows
-from mpiad.ensemble.compiled.tangent_kernel import PLACES, layout_of
+from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
+from mpiad.ensemble.compiled.reverse_sweep import differentiated_parts, event_rows, jump_rows, recorded_groups
+from mpiad.ensemble.compiled.tangent_kernel import layout_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
-from mpiad.ensemble.compiled.work_shares import Paced, each
+from mpiad.ensemble.compiled.work_shares import each
 from mpiad.ensemble.outcome import FINAL, INITIAL
 from mpiad.ensemble.replay import Inputs, Replay
 from mpiad.ensemble.run import Run
@@ -60,30 +60,24 @@ class _KernelTangents(NamedTuple):
 
 def push_compiled(solver: Solver, run: Run, inputs: InputTangents) -> ResultTangents | None:
     """Return the tangents of the results; None if the kernel doesn't support the solve."""
-    chosen = [part for part in solver.traced.packing.parts if part.place in inputs.leaves]
-    if solver.spec.tables and sum(len(part.scalars) for part in chosen) > MOST_ENTRIES:
-        return None
-    if run.jumps is not None and np.iscomplexobj(run.batch.u0):
-        return None
     timed = run.times_move or any(x is not None for x in inputs[2:])
-    if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
-        return None  # the kernel would need u' between events at the same time
+    chosen = differentiated_parts(solver, run, inputs.leaves, timed)
+    if chosen is None or (run.jumps is not None and np.iscomplexobj(run.batch.u0)):
+        return None
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, inputs)
     return _Push(solver, run, inputs, timed).results(ParameterPacking(tuple(chosen)))
 
 
 def _in_parts(solver: Solver, solve: Run, inputs: InputTangents) -> ResultTangents | None:
-    """Compute tangents for one group of trajectories after the other, to limit the memory of recorded steps."""
+    """Compute tangents for one group of trajectories after the other."""
     crossed = np.zeros((len(inputs.u0), len(solve.event_times.ids)))
     parts: list[ResultTangents] = []
-    for rows, part in solver.parts():
-        run = Run(solve.batch.share(rows), solve.settings.share(rows), part.record())
+    for rows, of_group, part, run in recorded_groups(solver, solve):
         results = push_compiled(part, run, inputs.share(rows, solve.batch.p.varies))
         if results is None:
             return None
-        ids = solve.event_times.ids
-        crossed[:, (ids >= rows.start) & (ids < rows.stop)] = results.crossed
+        crossed[:, of_group] = results.crossed
         parts.append(results)
     saved, end, reached, _ = (np.concatenate(tangents, axis=1) for tangents in zip(*parts))
     return ResultTangents(saved, end, reached, crossed)
@@ -157,32 +151,15 @@ class _Push:
         zeros = np.zeros((m, count, run.n_saved, spec.d), real), np.zeros((m, count)), np.zeros((m, crossed))
         results = _KernelTangents(du0.copy(), *zeros, np.array(self._start) if timed else np.zeros((m, count)))
         ends = outcome.last, argument(run.outcome.t_reached), run.live, argument(run.save_step, np.dtype(np.int32))
-        shared = *ends, du0, dp, ds, *map(argument, times), *results, *self._jumps(), *events
+        inputs = solver.p, solver.s, solver.times, *ends, du0, dp, ds, *map(argument, times)
+        shared = *inputs, *results, *jump_rows(run, real), *events
 
         def push_tape(tape: Tape, pause: Callable[[], None]) -> None:
-            state = np.array([tape.first, tape.stop, spec.lanes, 0])
-            buffers = *layouts.lane.buffers(real), *layouts.direction.buffers(real, m)
-            lane = *buffers, np.full(spec.lanes, -1), np.zeros(len(PLACES) * spec.lanes, np.int64), state
-            record = tape.rows, tape.previous, np.empty_like(tape.previous)
-            call = Paced(function, state)
-            while True:
-                call(*lane, solver.p, solver.s, solver.times, *record, *shared)
-                if state[2] == spec.lanes:  # all lanes have finished
-                    return
-                pause()
+            along = *layouts.direction.buffers(real, m), np.empty_like(tape.previous)
+            tape.visit(function, layouts.lane, real, (*along, *shared), pause)
 
         each(push_tape, outcome.tapes, solver.threads)
         return results
-
-    def _jumps(self) -> tuple[Array, ...]:
-        """Return the events that acted, as arguments of the kernel."""
-        jumps, integer, real = self._run.jumps, np.dtype(np.int64), self._solver.spec.dtype
-        if jumps is None:
-            none = np.empty(0, np.int64)
-            return none, none, none, none, np.empty(0), np.empty((0, 0), real)
-        first = np.searchsorted(jumps.ids, np.arange(self._run.batch.size + 1))
-        numbers = (argument(x, integer) for x in (jumps.number, jumps.event, jumps.slot))
-        return first, *numbers, argument(jumps.time), argument(np.ascontiguousarray(jumps.before.T), real)
 
 
 def _stacked(tangents: Sequence[Array], like: Array) -> Array:
