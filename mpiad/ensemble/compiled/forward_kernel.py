@@ -218,7 +218,7 @@ def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: ForwardArrays
     for j in static(spec.scalars_shared):
         shared[j] = arrays.s[j]
     # States that are arrays have tolerances in an array, too.
-    count = 0 if spec.tolerances and spec.rolled else len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1
+    count = 0 if spec.tolerances and spec.rolled else len(spec.entries) * (1 + spec.relative) if spec.tolerances else 1
     for n in static(range(count)):
         atol[n] = arrays.atol[n]
     return Kernel(

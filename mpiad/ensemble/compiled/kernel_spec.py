@@ -157,10 +157,13 @@ class KernelSpec(NamedTuple):
         return self.tableau.error is not None and self.controller.remembers
 
     @property
-    def numbers(self) -> list[tuple[int, ...]]:
-        """For each entry of the state: the index of its component, or the indices of its real and imaginary parts."""
-        width = 2 if self.in_pairs else 1
-        return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
+    def entries(self) -> Sequence[int]:
+        """The indices of the first component of each entry of the state: see `parts`; a range as `components`."""
+        return self.components[:: 2 if self.in_pairs else 1]
+
+    def parts(self, c: int) -> tuple[int, ...]:
+        """Return the component of an entry, or its real and imaginary parts, given the first one."""
+        return (c, c + 1) if self.in_pairs else (c,)
 
     @property
     def stages(self) -> int:

@@ -43,7 +43,7 @@ from mpiad.compiling.kernel_language import (
     vector,
     where,
 )
-from mpiad.ensemble.compiled.event_kernel import gap, rounded_time
+from mpiad.ensemble.compiled.event_kernel import beside
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
     Doubles,
@@ -621,8 +621,7 @@ def pull_events(kernel: Kernel, lane: ReverseLane, i: int, step: Step | None = N
             bound = lane.t + lane.h
             # A root of a condition of p and t lies at the end of a step: see `jumps.beside`.
             if arrays.crossings[lane.event, 3] == 1.0:
-                at = rounded_time(spec, arrays.crossings[lane.event, 4])
-                bound = at - gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+                bound = beside(spec, arrays.crossings[lane.event, 4], where(lane.h > 0.0, -1.0, 1.0))
             pull_event(kernel, lane, i, step_again(kernel, lane, bound).step, bound)
             lane.event -= 1
 
@@ -726,8 +725,7 @@ def pull_jumps(kernel: Kernel, lane: ReverseLane, i: int) -> None:
         find_next_jump(kernel, lane, i)
     lane.begin_time = lane.t
     if lane.step > 0 and lane.jump_step == lane.step:
-        at = rounded_time(spec, arrays.jump_time[lane.jump])
-        lane.begin_time = at + gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+        lane.begin_time = beside(spec, arrays.jump_time[lane.jump], where(lane.h > 0.0, 1.0, -1.0))
 
 
 @inlined
@@ -752,8 +750,7 @@ def pull_jump(kernel: Kernel, lane: ReverseLane, i: int, j: int) -> None:
         pull_jump_time(kernel, lane, i, j, u, parameters, te[0], at_given_time)
     # The time of f at the end of the step: see `jumps.beside`.
     if at_given_time > 0.0:
-        at = rounded_time(spec, arrays.jump_time[j])
-        lane.tn = at - gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+        lane.tn = beside(spec, arrays.jump_time[j], where(lane.h > 0.0, -1.0, 1.0))
 
 
 @inlined

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import Row, lanes, total, vector, where
-from mpiad.ensemble.compiled.event_kernel import gap, rounded_time
+from mpiad.ensemble.compiled.event_kernel import beside
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
     DirectionLane,
@@ -256,14 +256,8 @@ def fetch(kernel: Kernel, lane: TangentLane, i: int) -> None:
                 lane.tn = lane.t + lane.h
                 # A root of a condition of p and t lies at the end of a step: see `jumps.beside`.
                 if arrays.crossings[n, 3] == 1.0:
-                    lane.tn = beside(spec, lane, arrays.crossings[n, 4], -1.0)
+                    lane.tn = beside(spec, arrays.crossings[n, 4], where(lane.h > 0.0, -1.0, 1.0))
             n += 1
-
-
-def beside(spec: KernelSpec, lane: TangentLane, time: float, side: float) -> float:
-    """Return the time of f before (`side` -1) or after (1) the time of an event: see `jumps.beside`."""
-    at = rounded_time(spec, time)
-    return at + gap(spec, at) * where(lane.h > 0.0, side, -side)
 
 
 @inlined
@@ -273,13 +267,13 @@ def fetch_jumps(kernel: Kernel, lane: TangentLane, i: int) -> None:
     lane.begin_time = lane.t
     if lane.step > 0 and lane.jump > arrays.jump_first[i]:
         if arrays.jump_number[lane.jump - 1] == lane.step:
-            lane.begin_time = beside(spec, lane, arrays.jump_time[lane.jump - 1], 1.0)
+            lane.begin_time = beside(spec, arrays.jump_time[lane.jump - 1], where(lane.h > 0.0, 1.0, -1.0))
     if lane.jump < arrays.jump_first[i + 1]:
         if arrays.jump_number[lane.jump] == lane.step + 1:
             lane.has_output = 1.0
             if arrays.jump_slot[lane.jump] >= 0:
                 lane.goal = arrays.jump_slot[lane.jump]
-                lane.tn = beside(spec, lane, arrays.jump_time[lane.jump], -1.0)
+                lane.tn = beside(spec, arrays.jump_time[lane.jump], where(lane.h > 0.0, -1.0, 1.0))
 
 
 @inlined
