@@ -463,11 +463,10 @@ class FitArguments(NamedTuple):
     max_nfev: int | None
     starts: int | None
     key: int  # of the starting points
-    ensemble_key: int  # of the trajectories' generators
 
 
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "key", "ensemble_key")
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "key")
 _SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
@@ -482,6 +481,7 @@ class FitPlan(NamedTuple):
     scale: Array | None
     stopping: Stopping
     starts: int
+    ensemble_key: int = 0  # of the trajectories' generators
 
     def redrawn(self, fits: Array, attempt: int) -> Array:
         """Return other starting points of some fits, independent of all other fits."""
@@ -755,10 +755,10 @@ def fit(
     stopping = ftol, xtol, gtol, x_scale, max_nfev
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
     group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
-    points_key = 0 if starts is None else shared_key(rng, group, "fit", compare=False)
-    keys = points_key, key_of(ensemble, group, "fit")
-    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, *keys)
+    key = 0 if starts is None else shared_key(rng, group, "fit", compare=False)
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, key)
     plan = planned(arguments) if group is None else planned_together(group, arguments)
+    plan = plan._replace(ensemble_key=key_of(ensemble, group, "fit"))
     count = len(plan.start)
     compiler = Compiler(plan.options.compile, plan.options.backend, count, group, solves=_SOLVES)
     if mpi is None or group is None:
@@ -794,7 +794,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
     owners = np.arange(numbers.start, numbers.stop) // plan.starts  # the trajectories of the fits
     first, last = (int(owners[0]), int(owners[-1]) + 1) if len(owners) else (0, 0)
-    batch = members(ensemble, range(first + 1, last + 1), 1, plan.arguments.ensemble_key, len(plan.start) // plan.starts)
+    batch = members(ensemble, range(first + 1, last + 1), 1, plan.ensemble_key, len(plan.start) // plan.starts)
     if plan.starts > 1:
         batch = batch.share(owners - first)
     if batch.traced or is_on_device(batch):
