@@ -246,17 +246,17 @@ class SensitivitySolve:
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
-    def starting(self, x: Array) -> Batch:
-        """Return the batch, with the variables x, shape (N, m), as parameters if there is no generator."""
-        p = Parameters([x.T], [True], lambda leaves: leaves[0])
-        return self._batch if self._generator else self._batch._replace(p=p)
+    def starting(self, x: Array, batch: Batch) -> Batch:
+        """Return a batch, with the variables x, shape (m, n), as parameters if there is no generator."""
+        return batch if self._generator else batch._replace(p=Parameters([x], [True], lambda leaves: leaves[0]))
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
         settings = self._settings._replace(saveat=self._times if self._times.ndim == 1 else self._times[ids])
         variables, times, due = np.ascontiguousarray(x.T), None, NO_TIMES
         with restoring_state(), Bundle() as bundle:
-            traced = self._batch_of(bundle, variables, self._batch.share(ids))
+            boxed, share = bundle.variable(variables, unit_tangents(variables)), self._batch.share(ids)
+            traced = _generated(bundle, self._generator, share, boxed) if self._generator else self.starting(boxed, share)
             traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
             batch = traced.plain()
             if any(event.acts for event in settings.events):
@@ -273,13 +273,6 @@ class SensitivitySolve:
         saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)
-
-    def _batch_of(self, bundle: Bundle, x: Array, batch: Batch) -> Batch:
-        """Return the batch for variables of shape (m, n), which are traced."""
-        variables = bundle.variable(x, unit_tangents(x))
-        if self._generator is None:
-            return batch._replace(p=Parameters([variables], [True], lambda leaves: leaves[0]))
-        return _generated(bundle, self._generator, batch, variables)
 
 
 def unit_tangents(x: Array) -> list[Array]:
@@ -818,7 +811,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     redraw = None if plan.arguments.starts is None else lambda ids, attempt: plan.redrawn(ids + numbers.start, attempt)
     minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping, redraw)
     initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
-    entries = not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
+    entries = not_finite_entries(solves.starting(plan.start[rows].T, batch), initial, numbers.start)
     compiler.not_finite |= {k // plan.starts: text for k, text in entries.items()}
     return FitResult(
         minima.x,
