@@ -359,7 +359,9 @@ class Residuals:
         count, m = x.shape
         columns = slice(None) if count > 1 else two_at_least(count)
         x, ids = x[columns], ids[columns]
-        u, *tangents = (self._by_columns(part[columns]) for part in (states.u, *states.tangents))
+        parts = (part[columns].reshape(len(ids), part.shape[1], *self._shape) for part in (states.u, *states.tangents))
+        # With states in the shape of u0, and trajectories along the last axis.
+        u, *tangents = (np.ascontiguousarray(np.moveaxis(part, 0, -1)) for part in parts)
         with np.errstate(all="ignore"):
             if not self.count:  # only at the first call, since the check takes two more calls
                 self._check(x, u, ids)
@@ -377,11 +379,7 @@ class Residuals:
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(matrices, mode="r")
         return Evaluation(np.where(finite, cost, np.inf), factor)
 
-    def _by_columns(self, u: Array) -> Array:
-        """Return saved states, (n, n_saved, d), with states in the shape of u0, and trajectories along the last axis."""
-        return np.ascontiguousarray(np.moveaxis(u.reshape(*u.shape[:2], *self._shape), 0, -1))
-
-    def _called(self, u: Array, x: Array, ids: Array) -> list[Any]:
+    def _called(self, u: Array, x: Array, ids: Array) -> list[Array]:
         data = [None if leaf is None else np.take(leaf, ids, axis=-1) for leaf in self._data]
         value = self._fun(u, x, self._build(data))
         return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -35,7 +35,6 @@ from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
     attribute,
-    constants,
     fetched,
     fma,
     lanes,
@@ -58,7 +57,15 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.rosenbrock_kernel import Matrix, factorized, is_looped, reserved_of, right_hand_side, solve
+from mpiad.ensemble.compiled.rosenbrock_kernel import (
+    Matrix,
+    factorized,
+    is_looped,
+    places_of,
+    reserved_of,
+    right_hand_side,
+    solve,
+)
 from mpiad.ensemble.compiled.step_kernel import (
     Kernel,
     Step,
@@ -574,13 +581,9 @@ def pull_rosenbrock(kernel: Kernel, lane: ReverseLane, recomputed: Recomputed, p
 def pull_matrix(spec: KernelSpec, recomputed: Recomputed, pull: Pull, i: int, slope: float) -> None:
     """Add the contributions of W and h ∂f/∂t to the cotangent of h."""
     q, k, jacobian, count = pull.q[i], recomputed.step.k[i], recomputed.matrix.jacobian, len(spec.jacobian)
-    if spec.rolled and spec.jacobian:
-        rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
-        for n in range(count):
-            pull.times[1] = fma(q[rows[n]] * jacobian[n], k[columns[n]], pull.times[1])
-    else:
-        for n, (row, column) in static(enumerate(spec.jacobian)):
-            pull.times[1] = fma(q[row] * jacobian[n], k[column], pull.times[1])
+    rows, columns = places_of(spec)
+    for n in range(count) if spec.rolled and count else static(range(count)):
+        pull.times[1] = fma(q[rows[n]] * jacobian[n], k[columns[n]], pull.times[1])
     for n, c in static(enumerate(spec.slopes, count)):
         pull.times[1] = fma(q[c] * jacobian[n], slope, pull.times[1])
 

@@ -45,8 +45,8 @@ class Kernel(NamedTuple):
     rtol: Array = 0.0
     atol: Vector = ()
     # In kernels that visit recorded steps: ``lane_of(l)`` returns lane l, ``along_of(l, j)`` its tangents in direction j.
-    lane_of: Callable[[int], Array] = None  # type: ignore[assignment]
-    along_of: Callable[[int, int], Array] = None  # type: ignore[assignment]
+    lane_of: Array = None
+    along_of: Array = None
 
 
 class Step(NamedTuple):

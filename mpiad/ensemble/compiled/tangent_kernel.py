@@ -136,13 +136,8 @@ def layout_of(spec: KernelSpec) -> Layouts:
 @inlined
 def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays: TangentArrays, is_wide: bool) -> None:
     """Propagate tangents through the steps of trajectories; `is_wide`: whether the kernel profits from wide vectors."""
-    kernel = kernel_of(spec, call, arrays, layout.lane)._replace(along_of=partial(along_of, layout, arrays))
+    kernel = kernel_of(spec, call, arrays, layout.lane)._replace(along_of=partial(layout.direction.lane, arrays))
     visit_steps(kernel, is_wide, Visits(enter, fetch, push_one_by_one if is_looped(spec) else push_lanes, move_on))
-
-
-def along_of(layouts: Layouts, arrays: TangentArrays, l: int, j: int) -> DirectionLane:
-    """Return the fields of lane l for direction j."""
-    return layouts.direction.copied_lane(arrays.along, arrays.along_exact, l, arrays.ids, j)
 
 
 @inlined
