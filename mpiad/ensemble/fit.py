@@ -21,7 +21,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
+from mpiad.ensemble.levenberg_marquardt import Evaluation, LeastSquares, Stopping, scaled_factor
 from mpiad.ensemble.members import as_state, key_of, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -807,7 +807,8 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
 
     scale = None if plan.scale is None else plan.scale[rows]
     redraw = None if plan.arguments.starts is None else lambda ids, attempt: plan.redrawn(ids + numbers.start, attempt)
-    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping, redraw)
+    bounds = plan.lower[rows], plan.upper[rows]
+    minima = LeastSquares(evaluate, plan.start[rows], *bounds, scale, plan.stopping, redraw).minimize()
     initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
     entries = not_finite_entries(solves.starting(plan.start[rows].T, batch), initial, numbers.start)
     compiler.not_finite |= {k // plan.starts: text for k, text in entries.items()}
