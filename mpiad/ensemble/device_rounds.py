@@ -184,14 +184,8 @@ class DeviceObservers:
         return t, t_new if self._watch is None else self._watch.ends(t_new)
 
     def clock_roots(self, step: Step, live: Array) -> Array | None:
-        """Return the times to which steps are retaken: see `StepObservers.clock_roots`."""
-        watch = self._watch
-        if watch is None or not watch.clocks:
-            return None
-        step, values = step._replace(accepted=live), watch.values
-        screened = watch.screened(step)
-        watch.values = values
-        return watch.clock_roots(step, screened)
+        """Return the times to which steps are retaken: see `EventWatch.clock_roots`."""
+        return None if self._watch is None else self._watch.clock_roots(step, live, self._watch.screened)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
@@ -218,7 +212,9 @@ class DeviceObservers:
             self._place = place + count
         return Stopped(terminated, alive=alive)
 
-    def _read_counts(self, step: Step, place: Array, moving: Array, crossed: Array | None) -> tuple[int, int, Any, int]:
+    def _read_counts(
+        self, step: Step, place: Array, moving: Array, crossed: Array | None
+    ) -> tuple[int, int, Array | None, int]:
         """Return the numbers of active trajectories, of saved times (largest; per column), and of columns with events."""
         numbers, count = [np.sum(moving)], None
         if self._examines_steps:

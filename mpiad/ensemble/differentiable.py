@@ -7,6 +7,7 @@ are differentiated again, traceable functions repeat ("replay") the steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import autograd.numpy as anp
@@ -22,7 +23,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
+from mpiad.ensemble.compiled.kernel_derivatives import pull_compiled
 from mpiad.ensemble.directions import (
     LEAVES,
     NO_TIMES,
@@ -149,11 +150,22 @@ defjvp(_pulled, "same")
 defjvp(_pushed, "same")
 
 
-def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution whose states and times are functions of the traced `batch`, given the plain solution `sol`."""
+def differentiable(
+    sol: EnsembleSolution,
+    run: Run,
+    batch: Batch,
+    due: Array = NO_TIMES,
+    events: Callable[[Array, Array], EventRows] | None = None,
+) -> EnsembleSolution:
+    """Return a solution whose states and times are functions of the traced `batch`, given the plain solution `sol`.
+
+    If events act: `due`, their given times; ``events(reached, crossed)`` returns the events for traced times.
+    """
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
-    u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
+    solved = _SolvedRun(run, saved, sol.u_end.reshape(count, d))
+    vector = solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved)
+    u, u_end, *times = solved.layout.parts(vector)
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
@@ -161,19 +173,15 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
         return changed(sol, {}, **changes)
     reached, crossed = map(to_host, times)
 
-    def events() -> EventRows:
+    def of_table() -> EventRows:
         ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
         ids = ids.astype(int)
         return EventRows(ids, event.astype(int), traced_times(ids, when, run.crossed_row, run.live, reached, crossed))
 
-    later = {} if run.outcome.event_table is None else {"_event_rows": events}
+    later: dict[str, Callable[[], object]] = {}
+    if events is not None or run.outcome.event_table is not None:
+        later["_event_rows"] = of_table if events is None else partial(events, reached, crossed)
     return changed(sol, later, t_reached=reached, **changes)
-
-
-def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
-    """Return saved and final states, and with events final times, (N,), and event times, (m,), for a traced batch."""
-    solved = _SolvedRun(run, saved, u_end)
-    return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
 
 
 class _SolvedRun:

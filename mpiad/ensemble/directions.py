@@ -20,9 +20,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.adjoint import Cotangents
+from mpiad.ensemble.compiled.kernel_derivatives import InputTangents, carried_tangents, push_compiled, stacked
 from mpiad.ensemble.compiled.kernel_solver import FIRST_LEAF
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
-from mpiad.ensemble.compiled.tangent_sweep import InputTangents, push_compiled
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.transport.core.tracing import restoring_state
@@ -58,9 +57,7 @@ def _by_seeds(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[A
     if solver is None or not solver.seeds or run.outcome.carried is None:
         return None
     seeds = {k if k < FIRST_LEAF else k - FIRST_LEAF + LEAVES: x for k, x in solver.seeds.items()}
-    if not all(
-        k in seeds and np.array_equal(_stacked(args[k], gs), seeds[k], equal_nan=True) for k, gs in tangents.items()
-    ):
+    if not all(k in seeds and np.array_equal(stacked(args[k], gs), seeds[k], equal_nan=True) for k, gs in tangents.items()):
         return None
     if any(x.any() for k, x in seeds.items() if k not in tangents):
         return None
@@ -92,8 +89,8 @@ def _by_carried_tangents(
 
 def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:
     """Return the real numbers in m tangents of an argument, in the order of `numbers_of`, shape (numbers, m, N or 1)."""
-    stacked = _stacked(x, gs).reshape(len(gs), -1, 1, run.batch.size if _varies(run, k) else 1)
-    parts = np.concatenate([stacked.real, stacked.imag], axis=2) if np.iscomplexobj(x) else stacked
+    parts = stacked(x, gs).reshape(len(gs), -1, 1, run.batch.size if _varies(run, k) else 1)
+    parts = np.concatenate([parts.real, parts.imag], axis=2) if np.iscomplexobj(x) else parts
     return np.swapaxes(parts.reshape(len(gs), -1, parts.shape[-1]), 0, 1)
 
 
@@ -109,18 +106,14 @@ def _by_kernel(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[
     """Return the result of `push_directions` by a kernel; None if none supports the solve."""
     if run.outcome.solver is None:
         return None
-    stacked = {k: _stacked(args[k], gs) for k, gs in tangents.items()}
+    along = {k: stacked(args[k], gs) for k, gs in tangents.items()}
     m = len(next(iter(tangents.values())))
-    u0 = stacked.get(U0, np.zeros((m, *run.batch.u0.shape), run.batch.u0.dtype))
-    leaves = {k - LEAVES: tangent for k, tangent in stacked.items() if k >= LEAVES}
-    results = push_compiled(run.outcome.solver, run, InputTangents(u0, leaves, *map(stacked.get, (START, END, DUE))))
+    u0 = along.get(U0, np.zeros((m, *run.batch.u0.shape), run.batch.u0.dtype))
+    leaves = {k - LEAVES: tangent for k, tangent in along.items() if k >= LEAVES}
+    results = push_compiled(run.outcome.solver, run, InputTangents(u0, leaves, *map(along.get, (START, END, DUE))))
     if results is None:
         return None
     return list(results) if run.settings.events else list(results[:2])
-
-
-def _stacked(x: Array, gs: Sequence[Array]) -> Array:
-    return np.stack([np.zeros_like(x) if g is None else g for g in gs])
 
 
 def cotangent_of(bars: Cotangents, k: int, args: Sequence[Array]) -> Array:

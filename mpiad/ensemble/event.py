@@ -347,7 +347,7 @@ class _Reads:
     def __len__(self) -> int:
         return len(self._u)
 
-    def __getitem__(self, i: Any) -> Array:
+    def __getitem__(self, i: int) -> Array:
         self.rows.update([i % len(self)] if isinstance(i, int) else range(len(self)))
         return self._u[i]
 

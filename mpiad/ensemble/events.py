@@ -133,8 +133,18 @@ class EventWatch:
         self.values = np.where(step.accepted, after, before)
         return screened & step.accepted
 
-    def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array] = {}) -> Array:
-        """Return the times in the step of the first roots of conditions of p and t, and note them; otherwise infinity."""
+    def clock_roots(
+        self, step: Step, live: Array, screen: Callable[[Step], Array], sides: Mapping[int, Array] = {}
+    ) -> Array | None:
+        """Return the times to which steps are retaken, the first roots of conditions of p and t in them, else infinity.
+
+        Rejected steps are retaken, too, so the columns are those of the mask `live`; None if there are no such conditions.
+        ``screen(step)`` returns masks as `screened`.
+        """
+        if not self.clocks:
+            return None
+        step, known = step._replace(accepted=live), self.values
+        screened, self.values = screen(step), known
         times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
         if not columns.size:
             return times

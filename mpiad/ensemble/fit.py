@@ -21,7 +21,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
+from mpiad.ensemble.levenberg_marquardt import Evaluation, LeastSquares, Stopping, scaled_factor
 from mpiad.ensemble.members import as_state, key_of, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -246,17 +246,17 @@ class SensitivitySolve:
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
-    def starting(self, x: Array) -> Batch:
-        """Return the batch, with the variables x, shape (N, m), as parameters if there is no generator."""
-        p = Parameters([x.T], [True], lambda leaves: leaves[0])
-        return self._batch if self._generator else self._batch._replace(p=p)
+    def starting(self, x: Array, batch: Batch) -> Batch:
+        """Return a batch, with the variables x, shape (m, n), as parameters if there is no generator."""
+        return batch if self._generator else batch._replace(p=Parameters([x], [True], lambda leaves: leaves[0]))
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
         settings = self._settings._replace(saveat=self._times if self._times.ndim == 1 else self._times[ids])
         variables, times, due = np.ascontiguousarray(x.T), None, NO_TIMES
         with restoring_state(), Bundle() as bundle:
-            traced = self._batch_of(bundle, variables, self._batch.share(ids))
+            boxed, share = bundle.variable(variables, unit_tangents(variables)), self._batch.share(ids)
+            traced = _generated(bundle, self._generator, share, boxed) if self._generator else self.starting(boxed, share)
             traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
             batch = traced.plain()
             if any(event.acts for event in settings.events):
@@ -273,13 +273,6 @@ class SensitivitySolve:
         saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)
-
-    def _batch_of(self, bundle: Bundle, x: Array, batch: Batch) -> Batch:
-        """Return the batch for variables of shape (m, n), which are traced."""
-        variables = bundle.variable(x, unit_tangents(x))
-        if self._generator is None:
-            return batch._replace(p=Parameters([variables], [True], lambda leaves: leaves[0]))
-        return _generated(bundle, self._generator, batch, variables)
 
 
 def unit_tangents(x: Array) -> list[Array]:
@@ -366,7 +359,9 @@ class Residuals:
         count, m = x.shape
         columns = slice(None) if count > 1 else two_at_least(count)
         x, ids = x[columns], ids[columns]
-        u, *tangents = (self._by_columns(part[columns]) for part in (states.u, *states.tangents))
+        parts = (part[columns].reshape(len(ids), part.shape[1], *self._shape) for part in (states.u, *states.tangents))
+        # With states in the shape of u0, and trajectories along the last axis.
+        u, *tangents = (np.ascontiguousarray(np.moveaxis(part, 0, -1)) for part in parts)
         with np.errstate(all="ignore"):
             if not self.count:  # only at the first call, since the check takes two more calls
                 self._check(x, u, ids)
@@ -384,11 +379,7 @@ class Residuals:
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(matrices, mode="r")
         return Evaluation(np.where(finite, cost, np.inf), factor)
 
-    def _by_columns(self, u: Array) -> Array:
-        """Return saved states, (n, n_saved, d), with states in the shape of u0, and trajectories along the last axis."""
-        return np.ascontiguousarray(np.moveaxis(u.reshape(*u.shape[:2], *self._shape), 0, -1))
-
-    def _called(self, u: Array, x: Array, ids: Array) -> list[Any]:
+    def _called(self, u: Array, x: Array, ids: Array) -> list[Array]:
         data = [None if leaf is None else np.take(leaf, ids, axis=-1) for leaf in self._data]
         value = self._fun(u, x, self._build(data))
         return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -463,11 +454,10 @@ class FitArguments(NamedTuple):
     max_nfev: int | None
     starts: int | None
     key: int  # of the starting points
-    ensemble_key: int  # of the trajectories' generators
 
 
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "key", "ensemble_key")
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev", "starts", "key")
 _SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
@@ -482,6 +472,7 @@ class FitPlan(NamedTuple):
     scale: Array | None
     stopping: Stopping
     starts: int
+    ensemble_key: int = 0  # of the trajectories' generators
 
     def redrawn(self, fits: Array, attempt: int) -> Array:
         """Return other starting points of some fits, independent of all other fits."""
@@ -755,10 +746,10 @@ def fit(
     stopping = ftol, xtol, gtol, x_scale, max_nfev
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
     group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
-    points_key = 0 if starts is None else shared_key(rng, group, "fit", compare=False)
-    keys = points_key, key_of(ensemble, group, "fit")
-    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, *keys)
+    key = 0 if starts is None else shared_key(rng, group, "fit", compare=False)
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, *stopping, starts, key)
     plan = planned(arguments) if group is None else planned_together(group, arguments)
+    plan = plan._replace(ensemble_key=key_of(ensemble, group, "fit"))
     count = len(plan.start)
     compiler = Compiler(plan.options.compile, plan.options.backend, count, group, solves=_SOLVES)
     if mpi is None or group is None:
@@ -794,7 +785,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
     owners = np.arange(numbers.start, numbers.stop) // plan.starts  # the trajectories of the fits
     first, last = (int(owners[0]), int(owners[-1]) + 1) if len(owners) else (0, 0)
-    batch = members(ensemble, range(first + 1, last + 1), 1, plan.arguments.ensemble_key, len(plan.start) // plan.starts)
+    batch = members(ensemble, range(first + 1, last + 1), 1, plan.ensemble_key, len(plan.start) // plan.starts)
     if plan.starts > 1:
         batch = batch.share(owners - first)
     if batch.traced or is_on_device(batch):
@@ -816,9 +807,10 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
 
     scale = None if plan.scale is None else plan.scale[rows]
     redraw = None if plan.arguments.starts is None else lambda ids, attempt: plan.redrawn(ids + numbers.start, attempt)
-    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping, redraw)
+    bounds = plan.lower[rows], plan.upper[rows]
+    minima = LeastSquares(evaluate, plan.start[rows], *bounds, scale, plan.stopping, redraw).minimize()
     initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
-    entries = not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
+    entries = not_finite_entries(solves.starting(plan.start[rows].T, batch), initial, numbers.start)
     compiler.not_finite |= {k // plan.starts: text for k, text in entries.items()}
     return FitResult(
         minima.x,

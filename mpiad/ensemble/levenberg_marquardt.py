@@ -16,6 +16,7 @@ least squares" (1995), for the active sets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -61,27 +62,6 @@ Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
 Redraw: TypeAlias = Callable[[Array, int], Array]
 
 
-def minimize_each(
-    evaluate: Evaluate,
-    x0: Array,
-    lower: Array,
-    upper: Array,
-    scale: Array | None,
-    stopping: Stopping,
-    redraw: Redraw | None = None,
-) -> _Problems:
-    """Minimize the sums of squares that ``evaluate(x, ids)`` returns, within bounds; x0 and bounds have shape (N, m).
-
-    ``redraw(ids, attempt)`` returns other starting points, for those at which the residuals are undefined.
-    """
-    # Steps are relative to `scale`, shape (N, m), by default the inverse of the largest norm so far of each column of J.
-    problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping, redraw)
-    while problems.active.size:
-        problems.try_step()
-    problems.finish()
-    return problems
-
-
 def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
     """Return the columns of R that belong to J, scaled to norm one, and their norms. Columns that aren't free are zero."""
     columns = factor[:, :, :-1] * free[:, None]
@@ -90,37 +70,45 @@ def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
     return columns / norms[:, None], norms
 
 
-class _Problems:
-    """N problems and their current iterates, in the end the results: `x`, `cost`, ..., as in `FitResult`, and `codes`.
+@dataclass(eq=False)
+class LeastSquares:
+    """N problems: the minima of the sums of squares that ``evaluate(x, ids)`` returns, within bounds.
 
-    `factor`, shape (N, m + 1, m + 1), has the factors at the iterates: see `Evaluation`.
+    After `minimize`, the results are `x`, `cost`, ..., as in `FitResult`, and `codes`; `factor`, shape (N, m + 1, m + 1),
+    has the factors at the minima: see `Evaluation`.
     """
 
-    optimality: Array
-    active_mask: Array
+    evaluate: Evaluate
+    x: Array  # shape (N, m), as the bounds; the starting points, then the iterates
+    lower: Array
+    upper: Array
+    scale: Array | None  # of steps, shape (N, m); by default the inverse of the largest norm so far of each column of J
+    stopping: Stopping
+    # ``redraw(ids, attempt)`` returns other starting points, for those at which the residuals are undefined.
+    redraw: Redraw | None = None
 
-    def __init__(
-        self,
-        evaluate: Evaluate,
-        x: Array,
-        lower: Array,
-        upper: Array,
-        scale: Array | None,
-        stopping: Stopping,
-        redraw: Redraw | None,
-    ):
-        count, m = x.shape
-        self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
-        self.x, self._given_scale = x, scale
+    def minimize(self) -> LeastSquares:
+        """Minimize all sums, and return the problems."""
+        self._start()
+        while self.active.size:
+            self._try_step()
+        self._finish()
+        return self
+
+    def _start(self) -> None:
+        """Evaluate the residuals at the starting points."""
+        count, m = self.x.shape
+        self.x = np.clip(self.x, self.lower, self.upper)
         self.nfev, self.njev = np.ones(count, int), np.ones(count, int)
         self.codes = np.full(count, _ACTIVE)
-        self.cost, self.factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
-        for attempt in range(MOST_REDRAWS if redraw is not None else 0):
+        none = Evaluation(np.empty(0), np.empty((0, m + 1, m + 1)))
+        self.cost, self.factor = self.evaluate(self.x, np.arange(count)) if count else none
+        for attempt in range(MOST_REDRAWS if self.redraw is not None else 0):
             failed = np.flatnonzero(~np.isfinite(self.cost))
             if not failed.size:
                 break
-            self.x[failed] = redraw(failed, attempt)  # type: ignore[misc]
-            self.cost[failed], self.factor[failed] = evaluate(self.x[failed], failed)
+            self.x[failed] = self.redraw(failed, attempt)  # type: ignore[misc]
+            self.cost[failed], self.factor[failed] = self.evaluate(self.x[failed], failed)
             self.nfev[failed] += 1
         self._gradient = _gradient(self.factor)
         self.codes[~np.isfinite(self.cost)] = ConvergenceCode.InitialFailure.code
@@ -130,20 +118,21 @@ class _Problems:
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point at which the residuals were undefined.
         self._failed_damping = np.full(count, np.inf)
-        self._set_code(self.active, self._optimality(self.active) <= stopping.gtol)
-        self._set_code(self.active, self.nfev[self.active] >= stopping.max_nfev, ConvergenceCode.MaxIters)
+        self._set_code(self.active, self._optimality(self.active) <= self.stopping.gtol)
+        self._set_code(self.active, self.nfev[self.active] >= self.stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
     def active(self) -> Array:
+        """The indices of the problems that haven't ended."""
         return np.flatnonzero(self.codes == _ACTIVE)
 
-    def try_step(self) -> None:
+    def _try_step(self) -> None:
         ids = self.active
         x, cost, factor, inverse = self.x[ids], self.cost[ids], self.factor[ids], self._inverse_scale[ids]
         step, trial = _bounded_step(
-            factor, np.sqrt(self._damping[ids])[:, None] * inverse, x, self._lower[ids], self._upper[ids], self._fixed(ids)
+            factor, np.sqrt(self._damping[ids])[:, None] * inverse, x, self.lower[ids], self.upper[ids], self._fixed(ids)
         )
-        candidate = self._evaluate(trial, ids)
+        candidate = self.evaluate(trial, ids)
         self.nfev[ids] += 1
         # The difference of two values of the model would consist of rounding errors near a minimum.
         predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
@@ -163,7 +152,7 @@ class _Problems:
         self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
         self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
 
-        stop = self._stopping
+        stop = self.stopping
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
         lengths = np.sqrt(_squared(inverse * step)), np.sqrt(_squared(inverse * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
@@ -172,7 +161,7 @@ class _Problems:
         self._set_code(ids, flat | short | stationary)
         self._set_code(ids, self.nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Compute the other results; a problem whose residuals don't determine the variables gets the code Singular."""
         every = np.arange(len(self.x))
         fixed, succeeded = self._fixed(every), self.codes == ConvergenceCode.Success.code
@@ -184,20 +173,20 @@ class _Problems:
             ConvergenceCode.Singular.code
         )
         failed = self.codes == ConvergenceCode.InitialFailure.code
-        self.active_mask = np.where(self.x <= self._lower, -1, np.where(self.x >= self._upper, 1, 0))
+        self.active_mask = np.where(self.x <= self.lower, -1, np.where(self.x >= self.upper, 1, 0))
         self.cost, self.optimality = (np.where(failed, np.nan, x) for x in (self.cost, self._optimality(every)))
 
     def _fixed(self, ids: Array) -> Array:
         """Return a mask, shape (n, m), of the variables at a bound that a descent step would violate."""
         x, g = self.x[ids], self._gradient[ids]
-        return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
+        return ((x <= self.lower[ids]) & (g >= 0)) | ((x >= self.upper[ids]) & (g <= 0))
 
     def _optimality(self, ids: Array) -> Array:
         return np.abs(np.where(self._fixed(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
     def _rescale(self, ids: Array) -> None:
-        if self._given_scale is not None:
-            self._inverse_scale[ids] = 1 / self._given_scale[ids]
+        if self.scale is not None:
+            self._inverse_scale[ids] = 1 / self.scale[ids]
             return
         norms = scaled_factor(self.factor[ids], np.ones_like(self.x[ids], bool))[1]
         self._inverse_scale[ids] = np.maximum(self._inverse_scale[ids], norms)

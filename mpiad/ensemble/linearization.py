@@ -6,7 +6,6 @@ f is traced again at each call, because its control flow may depend on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.derivative import of_each
+from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.step_operators import rows_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.core.tracing import restoring_state
@@ -77,11 +76,10 @@ class Field:
     """The function f of a batch, called with columns that may be traced; `one_by_one`: whether one column per call."""
 
     def __init__(self, batch: Batch):
-        self._p, self._shape, self.one_by_one = batch.p, batch.shape, len(batch.shape) > 1
-        self._f = partial(of_each, batch.f, batch.shape) if self.one_by_one else batch.f
+        self._p, self.one_by_one, self._f = batch.p, len(batch.shape) > 1, derivative_of(batch.f, batch.shape).f
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        value = self._f(u if self._shape else u[0], self._p.of_columns(leaves, self.one_by_one), t)
-        rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
+        value = self._f(u, self._p.of_columns(leaves, self.one_by_one), t)
+        rows = value if isinstance(value, (list, tuple)) else [value]
         return rows[0] if len(rows) == 1 and np.shape(rows[0]) == u.shape else rows_of(getval(u), *rows)

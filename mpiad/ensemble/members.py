@@ -23,9 +23,12 @@ from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
 def key_of(problem: object, channel: Channel | None, call: str) -> int:
-    """Return the key that a solve draws for the generators of its trajectories; 0 if it draws no random numbers."""
+    """Return the key that a solve draws for the generators of its trajectories; 0 if it draws no random numbers.
+
+    All ranks of a channel raise a ValueError if `rng` differs between them.
+    """
     takes_generator = isinstance(problem, EnsembleProblem) and _takes_generator(problem.prob_func)
-    return shared_key(problem.rng, channel, call, compare=False) if takes_generator else 0  # type: ignore[attr-defined]
+    return shared_key(problem.rng, channel, call) if takes_generator else 0  # type: ignore[attr-defined]
 
 
 def _takes_generator(fun: Function | None) -> bool:

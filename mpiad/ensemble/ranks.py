@@ -21,7 +21,6 @@ from mpiad._typing import Array, Comm, Tree
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
-from mpiad.ensemble.events import EventRows
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile
@@ -48,7 +47,10 @@ def gathered(
     # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share.u_end, outcomes)}
-    fields |= {"_event_rows": _gathered_events(share, outcomes, channel.user), "converged": outcomes.converged}
+    events = outcomes.events
+    if len(events.ids) and any(report.traced for report in outcomes.reports):  # with differentiable times
+        events = events._replace(times=mpi_allgather(share._event_rows.times, axis=0, comm=channel.user))
+    fields |= {"_event_rows": events, "converged": outcomes.converged}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
@@ -68,14 +70,6 @@ def _collected(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0
     if is_device_array(getval(x)):
         return mpi_allgather(x, axis=axis, comm=channel.user)
     return gather_pieces(x, axis, outcomes.counts, channel)
-
-
-def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> EventRows:
-    """Return the events of all trajectories, with differentiable times."""
-    events = outcomes.events
-    if not len(events.ids) or not any(report.traced for report in outcomes.reports):
-        return events
-    return events._replace(times=mpi_allgather(share._event_rows.times, axis=0, comm=comm))
 
 
 class _Placeholder:

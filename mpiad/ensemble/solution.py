@@ -421,7 +421,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
     return changed(sol, {"u": lambda: _both_ends(u0(), u_end, sol.codes)}, u_end=u_end, _start=u0)
 
 
-def changed(sol: EnsembleSolution, later: Mapping[str, Callable[[], Any]], **fields: Any) -> EnsembleSolution:
+def changed(sol: EnsembleSolution, later: Mapping[str, Callable[[], object]], **fields: Any) -> EnsembleSolution:
     """Return a solution with other fields, of which those in `later` are computed on first access."""
     # dataclasses.replace would compute the deferred fields.
     result = object.__new__(type(sol))

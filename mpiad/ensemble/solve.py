@@ -6,7 +6,7 @@ batch by batch; `_solved` prepares one batch of plain arrays and its settings, f
 backend's loop over steps in NumPy (`working_set.integrate`). Both return an `Outcome`; `solution_of` makes it a solution.
 
 If inputs are traced, the steps are recorded. `differentiable` makes the results a function of the traced inputs: the
-adjoint of a kernel is in `compiled.reverse_sweep`, that of arrays in `adjoint`, and tangents are in `directions`.
+adjoint of a kernel is in `compiled.kernel_derivatives`, that of arrays in `adjoint`, and tangents are in `directions`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_rounds import DeviceRun
-from mpiad.ensemble.differentiable import differentiable, traced_results
+from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.jumps import Jump
@@ -454,13 +454,10 @@ def solved_with_events(
     times = GivenTimes(settings.events, batch)
     begun, acting = started(batch, settings, times)
     outcome = solve(begun, acting)
-    run: Run | None = None
-    if inputs.traced:
-        run, due = Run(batch, settings, outcome), times.traced(inputs)
-        u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, inputs, due)  # type: ignore[arg-type]
+    run, due = Run(batch, settings, outcome), times.traced(inputs) if inputs.traced else None
 
-    def events() -> EventRows:
-        """Return the roots of conditions and the given times that have passed, with derivatives."""
+    def events(reached: Array = None, crossed: Array = None) -> EventRows:
+        """Return the roots of conditions and the given times that have passed, with derivatives for traced times."""
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
         rows = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
@@ -470,7 +467,7 @@ def solved_with_events(
             # At equal times, roots of conditions come first.
             rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
         (ids, event, source), when = rows[[0, 1, 3]].astype(int), rows[2]
-        if run is not None:
+        if due is not None:
             place_of_due = len(crossed) + (-1 - source) * due.shape[1] + ids
             places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
             every = concatenate([crossed, anp.reshape(due, (-1,))])
@@ -478,8 +475,8 @@ def solved_with_events(
         return EventRows(ids, event, when)
 
     sol = solution_of(outcome, batch, settings, events)
-    if run is not None:
-        sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
+    if due is not None:
+        sol = differentiable(sol, run, inputs, due, events)
     return replace(sol, dense=DenseOutput(begun, acting, outcome, inputs)) if dense else sol
 
 

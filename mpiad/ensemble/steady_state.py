@@ -251,14 +251,13 @@ def solved_each(matrices: Array, right: Array) -> Array:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
         # The systems are solved one by one, so that a singular system doesn't affect the others.
-        return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
-
-
-def _solved_best(matrix: Array, right: Array) -> Array:
-    try:
-        return np.linalg.solve(matrix, right)
-    except np.linalg.LinAlgError:
-        return np.linalg.pinv(matrix, rcond=_SINGULAR) @ right
+        x = np.empty_like(right[..., 0])
+        for i, (matrix, b) in enumerate(zip(matrices, right[..., 0])):
+            try:
+                x[i] = np.linalg.solve(matrix, b)
+            except np.linalg.LinAlgError:
+                x[i] = np.linalg.pinv(matrix, rcond=_SINGULAR) @ b
+        return x
 
 
 class _Search:

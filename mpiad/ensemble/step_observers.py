@@ -440,17 +440,11 @@ class StepObservers:
         return t, self._events.ends(t_new)
 
     def clock_roots(self, step: Step, live: Array) -> Array | None:
-        """Return the times to which steps are retaken, since conditions of p and t vanish there; otherwise infinity.
-
-        Rejected steps are retaken, too, so the columns are those of the mask `live`; None if there are no such conditions.
-        """
-        watch, acting = self._events, self._acting
-        if not watch.clocks:
-            return None
-        step, values = step._replace(accepted=live), watch.values
-        screened = (watch if acting is None else acting).screened(step)
-        watch.values = values
-        return watch.clock_roots(step, screened, {} if acting is None else acting.sides)
+        """Return the times to which steps are retaken: see `EventWatch.clock_roots`."""
+        acting = self._acting
+        if acting is None:
+            return self._events.clock_roots(step, live, self._events.screened)
+        return self._events.clock_roots(step, live, acting.screened, acting.sides)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
         """Process a step, which may be shortened by events; return the columns whose steps end at an event."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
 
-from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each
+from mpiad.ensemble.levenberg_marquardt import Evaluation, LeastSquares, Stopping
 
 pytestmark = pytest.mark.serial
 
@@ -14,7 +14,7 @@ TIGHT = Stopping(1e-12, 1e-12, 1e-12, 200)
 
 
 def evaluation(r, jacobian):
-    """Return what `minimize_each` wants of residuals, shape (n, k), and Jacobians, shape (n, k, m)."""
+    """Return what `LeastSquares` wants of residuals, shape (n, k), and Jacobians, shape (n, k, m)."""
     table = np.concatenate([jacobian, r[..., None]], axis=2)
     factor = np.zeros((len(r), table.shape[2], table.shape[2]))
     triangle = np.linalg.qr(table, mode="r")
@@ -41,7 +41,7 @@ def boundless(x):
 
 def test_each_ends_by_itself_and_is_evaluated_no_more():
     fun, x0 = Rosenbrock(), np.array([[-1.2, 1.0], [1.0, 1.0], [0.9, 0.8]])
-    found = minimize_each(fun, x0, *boundless(x0), None, TIGHT)
+    found = LeastSquares(fun, x0, *boundless(x0), None, TIGHT).minimize()
     np.testing.assert_allclose(found.x, 1.0, rtol=1e-9)
     assert not found.codes.any() and found.nfev[1] == found.njev[1] == 1
     counts = np.bincount(np.concatenate([np.array(ids) for ids in fun.asked]))
@@ -49,7 +49,7 @@ def test_each_ends_by_itself_and_is_evaluated_no_more():
     assert len(fun.asked) == found.nfev.max() and (found.njev <= found.nfev).all()
     # A problem's numbers are the same without the others, to the last bit.
     for i in range(3):
-        alone = minimize_each(fun, x0[i : i + 1], *boundless(x0[i : i + 1]), None, TIGHT)
+        alone = LeastSquares(fun, x0[i : i + 1], *boundless(x0[i : i + 1]), None, TIGHT).minimize()
         for name in ("x", "cost", "optimality", "nfev", "factor"):
             np.testing.assert_array_equal(getattr(alone, name)[0], getattr(found, name)[i], err_msg=name)
 
@@ -67,7 +67,7 @@ def test_linear_problems_in_boxes(scaled):
     def residuals(x, ids):
         return evaluation(np.einsum("nkm,nm->nk", a[ids], x) - b[ids], a[ids])
 
-    found = minimize_each(residuals, np.clip(np.zeros((count, m)), lower, upper), lower, upper, None, TIGHT)
+    found = LeastSquares(residuals, np.clip(np.zeros((count, m)), lower, upper), lower, upper, None, TIGHT).minimize()
     assert not found.codes.any()
     sides = set()
     for i in range(count):
@@ -94,12 +94,14 @@ def test_return_codes():
         return found
 
     x0 = np.zeros((5, 2))
-    found = minimize_each(residuals, x0, *boundless(x0), None, TIGHT)
+    found = LeastSquares(residuals, x0, *boundless(x0), None, TIGHT).minimize()
     # Success, Singular, ConvergenceFailure, InitialFailure, Success
     assert found.codes.tolist() == [0, 2, 4, 3, 0]
     np.testing.assert_allclose(found.x[[0, 4]], [[1, 2], [1, 2]], rtol=1e-10)
     assert found.x[1, 0] == pytest.approx(1) and found.x[1, 1] == 0
     assert found.x[2, 0] <= 0.25 and np.isnan(found.cost[3])
     for most in (1, 4):
-        few = minimize_each(Rosenbrock(), np.array([[-1.2, 1.0]]), *boundless(x0[:1]), None, TIGHT._replace(max_nfev=most))
+        few = LeastSquares(
+            Rosenbrock(), np.array([[-1.2, 1.0]]), *boundless(x0[:1]), None, TIGHT._replace(max_nfev=most)
+        ).minimize()
         assert few.codes.tolist() == [1] and few.nfev.tolist() == [most]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve, steady_state
 from mpiad.ensemble.compiled import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("solved_by")
@@ -50,6 +50,19 @@ def test_another_dimension_of_the_last_ranks_trajectory():
     decay = remake(GOOD, f=lambda u, p, t: -1.0 * u)
     with pytest.raises(ValueError, match=r"\(3,\)"):
         solve(EnsembleProblem(decay, larger_at_last), RK45(), EnsembleMPI(), trajectories=N)
+
+
+@pytest.mark.parametrize("call", [solve, steady_state])
+def test_generators_that_differ_between_ranks(call):
+    # They would give each rank's share other random numbers than one rank alone draws.
+    rank = MPI.COMM_WORLD.rank
+    ensemble = EnsembleProblem(GOOD, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(2)), rng=rank)
+    if MPI.COMM_WORLD.size == 1:
+        call(ensemble, RK45(), EnsembleMPI(), trajectories=N)
+        return
+    for rng in (rank, np.random.default_rng(rank)):
+        with pytest.raises(ValueError, match=r"all ranks must give the same arguments.*rng="):
+            call(remake(ensemble, rng=rng), RK45(), EnsembleMPI(), trajectories=N)
 
 
 @pytest.mark.parametrize("count", [0, 1, N])

@@ -270,13 +270,10 @@ def locate_all(
 ) -> float:
     """Locate the roots of several conditions, and return the first fraction at which the step ends."""
     # A loop over the events, since a copy of these statements for each event would take longer to compile.
-    if len(events) > 1 and not kernel.spec.on_gpu:
-        for e in range(len(kernel.spec.events)):
-            if is_one_of(events, e):
-                first = locate(Search(kernel, lane, events, e, parameters), i, first, tn)
-    else:
-        for n in static(events):
-            first = locate(Search(kernel, lane, [n], n, parameters), i, first, tn)
+    together = len(events) > 1 and not kernel.spec.on_gpu
+    for e in range(len(kernel.spec.events)) if together else static(events):
+        if not together or is_one_of(events, e):
+            first = locate(Search(kernel, lane, events if together else [e], e, parameters), i, first, tn)
     return first
 
 
@@ -307,14 +304,10 @@ def store_root(kernel: Kernel, lane: ForwardLane, i: int, e: int, first: float, 
 @inlined
 def store_stops(kernel: Kernel, lane: ForwardLane, i: int, events: Sequence[int], first: float, tn: float) -> None:
     """Write the rows of events that end the step."""
-    spec = kernel.spec
-    if len(events) > 1 and not spec.on_gpu:
-        for e in range(len(spec.events)):
-            if is_one_of(events, e):
-                store_root(kernel, lane, i, e, first, tn)
-    else:
-        for n in static(events):
-            store_root(kernel, lane, i, n, first, tn)
+    together = len(events) > 1 and not kernel.spec.on_gpu
+    for e in range(len(kernel.spec.events)) if together else static(events):
+        if not together or is_one_of(events, e):
+            store_root(kernel, lane, i, e, first, tn)
 
 
 @inlined
@@ -376,7 +369,7 @@ def retake(kernel: Kernel, lane: ForwardLane) -> None:
     if first <= lane.ahead and first != lane.clock:
         lane.clock = first
         lane.goal = first
-        lane.end_time = before(spec, rounded_time(spec, first))
+        lane.end_time = beside(spec, first, -1.0)
         if spec.adaptive:  # fixed steps keep their size
             lane.next = lane.size
         lane.accepted = 0.0
@@ -397,9 +390,10 @@ def gap(spec: KernelSpec, t: float) -> float:
 
 
 @inlined
-def before(spec: KernelSpec, at: float) -> float:
-    """Return the time before a time."""
-    return at - gap(spec, at)
+def beside(spec: KernelSpec, time: float, direction: float) -> float:
+    """Return the time of f before (`direction` -1) or after (1) the time of an event: see `jumps.beside`."""
+    at = rounded_time(spec, time)
+    return at + gap(spec, at) * direction
 
 
 @inlined
@@ -415,7 +409,7 @@ def set_end_time(kernel: Kernel, lane: ForwardLane, i: int) -> None:
     arrays = kernel.arrays
     lane.end_time = lane.goal
     if arrays.given_times[arrays.slots[i], 0 if kernel.one_column else i] == lane.sign * lane.goal:
-        lane.end_time = before(kernel.spec, rounded_time(kernel.spec, lane.goal))
+        lane.end_time = beside(kernel.spec, lane.goal, -1.0)
 
 
 @inlined
@@ -458,8 +452,7 @@ def apply_events(
         set_end_time(kernel, lane, i)
         set_least(lane, t, lane.goal)
         lane.begun = tn
-        at = rounded_time(spec, tn)
-        lane.begin_time = at + gap(spec, at)
+        lane.begin_time = beside(spec, tn, 1.0)
     if acted and code < 0 and tn != lane.goal:
         arrays.resumed[i] += 1
         resume(kernel, lane, first, tn, left)

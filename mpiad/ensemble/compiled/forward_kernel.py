@@ -106,7 +106,7 @@ class ForwardArrays(NamedTuple):
     b: Reals
     exact: Doubles
     ids: Integers
-    time_index: Integers
+    places: Integers
     state: Integers
     counter: Integers
     u0: Reals2
@@ -172,7 +172,7 @@ def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
                     next_id += 1
                 if arrays.ids[l] < 0 and next_id < stop:
                     arrays.ids[l] = next_id
-                    enter(kernel, lane_of(layout, arrays, l), next_id)
+                    enter(kernel, layout.lane(arrays, l), next_id)
                     next_id += 1
                     vacant_lanes -= 1
         # Return at the end, after the given number of turns, or if the output arrays may be too small for another turn.
@@ -180,20 +180,20 @@ def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
             break
         turns -= 1
         for l in lanes(spec.lanes) if spec.vectorized and not is_looped(spec) else range(spec.lanes):
-            attempt_step(kernel, lane_of(layout, arrays, l))
+            attempt_step(kernel, layout.lane(arrays, l))
         if spec.clocks:
             for l in range(spec.lanes):
-                lane = lane_of(layout, arrays, l)
+                lane = layout.lane(arrays, l)
                 if lane.live > 0.0:
                     retake(kernel, lane)
         if spec.record and arrays.rows.shape[0] > 0:
             for l in range(spec.lanes):
-                lane = lane_of(layout, arrays, l)
+                lane = layout.lane(arrays, l)
                 if lane.accepted > 0.0:
                     record(kernel, lane, arrays.ids[l], row)
                     row += 1
         for l in range(spec.lanes):
-            lane = lane_of(layout, arrays, l)
+            lane = layout.lane(arrays, l)
             if lane.event > 0.0:
                 code, tn = write_output(kernel, lane, arrays.ids[l], lane.accepted > 0.0)
                 if code >= 0:
@@ -211,11 +211,6 @@ def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
     arrays.state[5] = turns
 
 
-def lane_of(layout: Layout, arrays: ForwardArrays, l: int) -> ForwardLane:
-    """Return the fields of lane l."""
-    return layout.lane(arrays.b, arrays.exact, l, arrays.ids, time_index=(arrays.time_index, 0))
-
-
 @inlined
 def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: ForwardArrays, reserved: int) -> Kernel:
     """Load what all trajectories share."""
@@ -223,7 +218,7 @@ def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: ForwardArrays
     for j in static(spec.scalars_shared):
         shared[j] = arrays.s[j]
     # States that are arrays have tolerances in an array, too.
-    count = 0 if spec.tolerances and spec.rolled else len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1
+    count = 0 if spec.tolerances and spec.rolled else len(spec.entries) * (1 + spec.relative) if spec.tolerances else 1
     for n in static(range(count)):
         atol[n] = arrays.atol[n]
     return Kernel(

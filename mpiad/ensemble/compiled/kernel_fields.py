@@ -136,6 +136,8 @@ class Layout:
         self.reserved = self.counts["b"] * spec.lanes
         self.counts["b"] += -(-reserved // spec.lanes)
         self._lane = lane
+        # Fields that are integers, annotated as such, are in the array `places`.
+        self._integers = [name for name, kind in lane.__annotations__.items() if kind == "int"]
 
     def shape_of(self, kind: FieldKind) -> tuple[int, ...]:
         """Return the shape of a field."""
@@ -146,29 +148,23 @@ class Layout:
         b, exact = (copies * self.counts[buffer] * self.lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
-    def lane(self, b: Array, exact: Array, l: int, ids: Array, **arrays: tuple[Array, int]) -> Array:
-        """Return lane l of two buffers; `arrays`: further arrays with one number per lane, and the places of the first one.
+    def integers(self) -> tuple[Array, Array]:
+        """Return the arrays `ids`, the trajectories of the lanes, or -1, and `places`, the integers of all lanes."""
+        return np.full(self.lanes, -1), np.zeros(len(self._integers) * self.lanes, np.int64)
 
-        `ids`: the trajectories of the lanes, or -1.
-        """
-        return self._lane_of((b, exact), dict.fromkeys(self.counts, l), l, ids, arrays)
-
-    def copied_lane(self, b: Array, exact: Array, l: int, ids: Array, copy: int) -> Array:
-        """Return lane l of a copy in buffers with several copies."""
-        places = {name: l + copy * (count * self.lanes) for name, count in self.counts.items()}
-        return self._lane_of((b, exact), places, l, ids, {})
-
-    def _lane_of(
-        self, both: tuple[Array, Array], places: dict[str, int], l: int, ids: Array, arrays: dict[str, tuple[Array, int]]
-    ) -> Array:
-        b, exact = both
-        buffers, fields, numbers = {"b": b, "exact": exact}, dict[str, Field](), dict[str, Field]()
+    def lane(self, arrays: Array, l: int, copy: int | None = None) -> Array:
+        """Return lane l, given the arguments of a kernel; `copy`: of the copies in the buffers `along`."""
+        buffers = {"b": arrays.b, "exact": arrays.exact}
+        if copy is not None:
+            buffers = {"b": arrays.along, "exact": arrays.along_exact}
+        fields, numbers = dict[str, Field](), dict[str, Field]()
         for name, (buffer, offset, shape) in self._places.items():
-            entries = Field(buffers[buffer], offset, shape, self.lanes, places[buffer])
+            place = l if copy is None else l + copy * (self.counts[buffer] * self.lanes)
+            entries = Field(buffers[buffer], offset, shape, self.lanes, place)
             (fields if vars(self._lane)[name].axes else numbers)[name] = entries
-        numbers |= {name: Field(array, first, (), 1, l) for name, (array, first) in arrays.items()}
-        column = expression("max", ids[l], 0) if isinstance(l, Expression) else max(ids[l], 0)
-        return self._lane(fields, numbers, [column], places["b"])
+        numbers |= {name: Field(arrays.places, n * self.lanes, (), 1, l) for n, name in enumerate(self._integers)}
+        column = expression("max", arrays.ids[l], 0) if isinstance(l, Expression) else max(arrays.ids[l], 0)
+        return self._lane(fields, numbers, [column], l)
 
 
 class ForwardLane(Lane):
@@ -234,7 +230,6 @@ class ReverseLane(Lane):
     jump: int
     last_jump: int
     jump_step: int
-    index: int  # of the lane
 
 
 class TangentLane(Lane):

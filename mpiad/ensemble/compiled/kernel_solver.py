@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,10 +10,11 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, is_complex, parts, row_parts
+from mpiad.compiling.arguments import argument, from_parts, from_row_parts, is_complex, parts, row_parts
 from mpiad.compiling.cache import kernels_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import layout_of
+from mpiad.ensemble.compiled.kernel_fields import Layout
 from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, MOST_SCALARS, KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import KernelCode, kernel_code
 from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
@@ -39,7 +40,7 @@ _EVENT_ROWS = 1024
 _BLOCK = 64
 # Maximum number of differentiated parameters in a reverse kernel if f reads tables. For an entry of a table, the kernel
 # has a few operations per evaluation of f; the adjoint by arrays adds only to the two entries that were read.
-MOST_ENTRIES = 64
+_MOST_ENTRIES = 64
 
 
 class Solver:
@@ -115,8 +116,8 @@ class Solver:
         """Return the kernels of a solve and, as far as it is known before the solve, of its gradient."""
         codes = [self.forward_code(inputs)]
         if inputs.traced and not self.directions and not self.seeds:
-            wanted = [part for part in self.traced.packing.parts if isbox(inputs.p.leaves[part.place])]
-            if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
+            wanted = self.differentiated_parts([place for place, leaf in enumerate(inputs.p.leaves) if isbox(leaf)])
+            if wanted is None:
                 return codes  # the adjoint will be computed by arrays
             timed, acts = isbox(inputs.start) or isbox(inputs.end), self.settings.acting is not None
             spec, places = self.derivative_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
@@ -166,6 +167,11 @@ class Solver:
 
     # ---- derivatives
 
+    def differentiated_parts(self, places: Collection[int]) -> list[PackedLeaf] | None:
+        """Return the leaves with these indices; None if f reads tables, and the leaves have too many entries."""
+        parts = [part for part in self.traced.packing.parts if part.place in places]
+        return None if self.spec.tables and sum(len(part.scalars) for part in parts) > _MOST_ENTRIES else parts
+
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""
         # The given outcome isn't stored, since a reference cycle would delay the release of its memory.
@@ -208,7 +214,7 @@ class Solver:
             relative=False,
             affects=None,
             acting=(),
-            jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
+            jumps=tuple(acts) if jumps else None,
             events=self.spec.events if events else (),
         )
         return spec, (*varying, *shared)
@@ -271,9 +277,8 @@ class _Launch:
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events) * (spec.points + 1)
         columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
         crossings = np.empty((_EVENT_ROWS + most_events, columns))
-        ids, time_index = aligned(2 * lanes, np.dtype(np.int64)).reshape(2, lanes)
-        ids[:] = -1
-        lane = *layout_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
+        layout = layout_of(spec)
+        lane = *layout.buffers(spec.dtype), *layout.integers(), state, self.counter
         call, reported = Paced(self._function, state), 0
         while True:
             call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, crossings)
@@ -329,6 +334,18 @@ class Tape(NamedTuple):
     stop: int
     rows: Array  # shape (m, 2 + d); time before the step, signed size, and real components of the state before the step
     previous: Array  # int, shape (m,); the row of the trajectory's previous step, or -1
+
+    def visit(
+        self, function: Callable[..., None], layout: Layout, dtype: np.dtype, arguments: tuple, pause: Callable[[], None]
+    ) -> None:
+        """Run a kernel that visits recorded steps; `arguments`: those after `previous`."""
+        state = np.array([self.first, self.stop - 1, layout.lanes, 0])
+        lanes, call = (*layout.buffers(dtype), *layout.integers(), state), Paced(function, state)
+        while True:
+            call(*lanes, self.rows, self.previous, *arguments)
+            if state[2] == layout.lanes:  # all lanes have finished
+                return
+            pause()
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
         """Return the steps, sorted into sweeps; `last`, `counts`, shape (N,): rows of the last steps, numbers of steps."""

@@ -68,8 +68,7 @@ class KernelSpec(NamedTuple):
     affects: tuple[int, ...] | None = None  # the events that act at given times; None if no event acts
     acting: tuple[int, ...] = ()  # for each of `events`: its index if it acts, otherwise -1
     ending: tuple[int, ...] = ()  # the events that act and end the trajectory
-    # In the adjoint of a solve in which events act: these events, and whether each one occurs at given times.
-    jumps: tuple[tuple[int, bool], ...] | None = None
+    jumps: tuple[int, ...] | None = None  # in derivatives of a solve in which events act: these events
     # Parameters that are entries of tables, as in `TracedProblem.tables`; they are read from arrays at computed indices.
     tables: tuple[tuple[str, int, int], ...] = ()
 
@@ -158,10 +157,13 @@ class KernelSpec(NamedTuple):
         return self.tableau.error is not None and self.controller.remembers
 
     @property
-    def numbers(self) -> list[tuple[int, ...]]:
-        """For each entry of the state: the index of its component, or the indices of its real and imaginary parts."""
-        width = 2 if self.in_pairs else 1
-        return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
+    def entries(self) -> Sequence[int]:
+        """The indices of the first component of each entry of the state: see `parts`; a range as `components`."""
+        return self.components[:: 2 if self.in_pairs else 1]
+
+    def parts(self, c: int) -> tuple[int, ...]:
+        """Return the component of an entry, or its real and imaginary parts, given the first one."""
+        return (c, c + 1) if self.in_pairs else (c,)
 
     @property
     def stages(self) -> int:

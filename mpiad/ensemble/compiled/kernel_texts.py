@@ -99,10 +99,7 @@ def described(value: object) -> str:
 @lru_cache(_MOST_TEXTS)
 def kernel_code(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> KernelCode:
     """Return the CPU kernel "forward", or "reverse" or "tangent" for derivatives with respect to parameters `wanted`."""
-    if kernel == "forward":
-        programs = _forward_programs(traced, spec, wanted)
-    else:
-        programs = (_reverse_programs if kernel == "reverse" else _tangent_programs)(traced, spec, wanted)
+    programs = _programs(kernel, traced, spec, wanted)
     # Gradients of conditions aren't computed in loops over lanes.
     in_loops = [program for name, program in programs.items() if not name.startswith(("slopes", "dcondition", "rate"))]
     functions = [_function(one, name, spec, traced.names, "python") for name, one in programs.items()]
@@ -113,59 +110,48 @@ def kernel_code(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tu
 def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
     """Return the text of a kernel for GPUs."""
     # NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, it loops over the trajectories.
-    spec, forward = spec._replace(lanes=0), kernel == "forward"
-    programs = _forward_programs(traced, spec, wanted) if forward else _reverse_programs(traced, spec, wanted)
+    spec = spec._replace(lanes=0)
+    programs = _programs(kernel, traced, spec, wanted)
     functions = [_function(one, name, spec, traced.names, "c") for name, one in programs.items()]
-    return "\n\n".join([prelude(spec), *functions, (cuda_forward_text if forward else cuda_reverse_text)(spec)]) + "\n"
+    text = (cuda_forward_text if kernel == "forward" else cuda_reverse_text)(spec)
+    return "\n\n".join([prelude(spec), *functions, text]) + "\n"
 
 
-def _forward_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
-    """Return f, its tangents and Jacobian, and the conditions and affects of events, by the names that kernels use."""
+def _programs(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
+    """Return the functions of the problem that a kernel calls, by their names: f, conditions, affects, derivatives."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
+    wrt: Wanted = {"state": None, "parameter": wanted}
+    wrt_time: Wanted = {**wrt, "time": None}
+    wrt = wrt_time if spec.timed else wrt
+    conditions = [*enumerate(traced.conditions if spec.events else ())]
+    affects: list[tuple[int, Any]] = [(e, traced.affects[e]) for e in spec.jumps or ()]
+    if kernel == "reverse":
+        programs["g"] = simplify(vjp(program, wrt))
+        if spec.tableau.implicit:
+            programs["curvature"] = second_adjoint_program(program, wrt)
+        programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in conditions}
+        return programs | {f"back{e}": simplify(vjp(g, wrt)) for e, g in affects}
+    if kernel == "tangent":
+        programs |= _products(programs, wrt)
+        programs |= {f"dcondition{e}": simplify(jvp(g, wrt_time)) for e, g in conditions}
+        programs |= {f"rate{e}": simplify(jvp(g, {"state": None, "time": None})) for e, g in conditions}
+        return programs | {f"daffect{e}": simplify(jvp(g, wrt_time)) for e, g in affects}
     for i, (kind, index) in enumerate(spec.directions):
         if kind == "seed":
-            programs |= _products(program, {"state": None, "parameter": wanted}, programs.get("jacobian"))
+            programs |= _products(programs, wrt)
             continue
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
-    programs |= {f"condition{e}": g for e, g in enumerate(traced.conditions)}
+    programs |= {f"condition{e}": g for e, g in conditions}
     return programs | {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None and spec.affects is not None}
 
 
-def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
-    """Return f, its first and second derivatives, and those of conditions and affects, by the names that kernels use."""
-    program = traced.program
-    wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
-    wrt: Wanted = wrt_time if spec.timed else {"state": None, "parameter": wanted}
-    programs = {"f": program, "g": simplify(vjp(program, wrt))}
-    if spec.tableau.implicit:
-        programs["jacobian"] = jacobian_program(program).program
-        programs["curvature"] = second_adjoint_program(program, wrt)
-    programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if spec.events}
-    return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
-
-
-def _products(program: Program, wrt: Wanted, jacobian: Program | None) -> dict[str, Program]:
-    """Return the products of the derivatives of f, and of its Jacobian, with tangents."""
-    return {f"d{name}": simplify(jvp(g, wrt)) for name, g in (("f", program), ("jacobian", jacobian)) if g is not None}
-
-
-def _tangent_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
-    """Return f, and products of its derivatives and of those of conditions and affects with tangents, by their names."""
-    program = traced.program
-    wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
-    wrt: Wanted = wrt_time if spec.timed else {"state": None, "parameter": wanted}
-    programs = {"f": program}
-    if spec.tableau.implicit:
-        programs["jacobian"] = jacobian_program(program).program
-    programs |= _products(program, wrt, programs.get("jacobian"))
-    for e, g in enumerate(traced.conditions if spec.events else ()):
-        programs[f"dcondition{e}"] = simplify(jvp(g, wrt_time))
-        programs[f"rate{e}"] = simplify(jvp(g, {"state": None, "time": None}))
-    return programs | {f"daffect{e}": simplify(jvp(traced.affects[e], wrt_time)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
+def _products(programs: dict[str, Program], wrt: Wanted) -> dict[str, Program]:
+    """Return the products of the derivatives of f, and of its Jacobian if it is among the programs, with tangents."""
+    return {f"d{name}": simplify(jvp(programs[name], wrt)) for name in ("f", "jacobian") if name in programs}
 
 
 def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:

@@ -25,7 +25,7 @@ The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
     attribute,
-    constants,
     fetched,
     fma,
     lanes,
@@ -43,7 +42,7 @@ from mpiad.compiling.kernel_language import (
     vector,
     where,
 )
-from mpiad.ensemble.compiled.event_kernel import gap, rounded_time
+from mpiad.ensemble.compiled.event_kernel import beside
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
     Doubles,
@@ -58,7 +57,15 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.rosenbrock_kernel import Matrix, factorized, is_looped, reserved_of, right_hand_side, solve
+from mpiad.ensemble.compiled.rosenbrock_kernel import (
+    Matrix,
+    factorized,
+    is_looped,
+    places_of,
+    reserved_of,
+    right_hand_side,
+    solve,
+)
 from mpiad.ensemble.compiled.step_kernel import (
     Kernel,
     Step,
@@ -83,15 +90,13 @@ class ReverseArrays(NamedTuple):
     b: Reals
     exact: Doubles
     ids: Integers
-    row: Integers
-    step: Integers
-    time_index: Integers
+    places: Integers
     state: Integers
+    rows: Doubles2
+    previous: Integers
     p: Reals2
     s: Reals
     times: Doubles2
-    rows: Doubles2
-    previous: Integers
     last: Integers
     naccept: Integers
     t_reached: Doubles
@@ -105,14 +110,13 @@ class ReverseArrays(NamedTuple):
     start_bar: Doubles
     stop_bar: Doubles
     # Events that acted, and the table of events.
-    jump: Integers
     jump_first: Integers
     jump_number: Integers
     jump_kind: Integers
+    jump_slot: Integers
     jump_time: Doubles
     jump_state: Reals2
     jump_time_bar: Doubles
-    event: Integers
     event_first: Integers
     crossings: Doubles2
 
@@ -123,22 +127,34 @@ def layout_of(spec: KernelSpec) -> Layout:
     return Layout(spec, ReverseLane, reserved_of(spec))
 
 
-def lane_of(layout: Layout, arrays: ReverseArrays, l: int) -> ReverseLane:
-    """Return the fields of lane l."""
-    indices = {"row": arrays.row, "step": arrays.step, "time_index": arrays.time_index, "event": arrays.event}
-    jumps = {name: (arrays.jump, n * layout.lanes) for n, name in enumerate(("jump", "last_jump", "jump_step"))}
-    return layout.lane(
-        arrays.b, arrays.exact, l, arrays.ids, **{name: (array, 0) for name, array in indices.items()}, **jumps
-    )
-
-
 @inlined
 def reverse(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays: ReverseArrays, is_wide: bool) -> None:
     """Propagate cotangents through the steps of trajectories; `is_wide`: whether the kernel profits from wide vectors."""
+    kernel = kernel_of(spec, call, arrays, layout)
+    visit_steps(kernel, is_wide, Visits(enter, fetch, back_lanes, leave))
+    if spec.wanted_shared:
+        for l in range(spec.lanes if arrays.state[2] == spec.lanes else 0):
+            lane = kernel.lane_of(l)
+            for n in range(spec.wanted_shared):
+                arrays.s_bar[n] += lane.s_bar[n]
+
+
+class Visits(NamedTuple):
+    """The functions of a kernel that visits recorded steps; all but `compute` take a lane and its trajectory."""
+
+    enter: Callable[[Kernel, Array, int], None]  # starts a trajectory
+    fetch: Callable[[Kernel, Array, int], None]  # loads the next step
+    compute: Callable[[Kernel], None]  # processes one step of each lane
+    leave: Callable[[Kernel, Array, int], None]  # ends a step, after which `row` is -1 if it was the last one
+
+
+@inlined
+def visit_steps(kernel: Kernel, is_wide: bool, visits: Visits) -> None:
+    """Visit the recorded steps of all trajectories."""
+    spec, arrays = kernel.spec, kernel.arrays
     attribute("aligned_stack")
     if is_wide:
         attribute("wide_vectors")
-    kernel = kernel_of(spec, call, arrays, layout.reserved)
     first, next_id, vacant_lanes, turns = arrays.state[0], arrays.state[1], arrays.state[2], arrays.state[3]
     while True:
         if vacant_lanes > 0 and next_id >= first:
@@ -147,7 +163,7 @@ def reverse(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
                     next_id -= 1
                 if arrays.ids[l] < 0 and next_id >= first:
                     arrays.ids[l] = next_id
-                    enter(kernel, lane_of(layout, arrays, l), next_id)
+                    visits.enter(kernel, kernel.lane_of(l), next_id)
                     next_id -= 1
                     vacant_lanes -= 1
         if vacant_lanes == spec.lanes or turns == 0:
@@ -155,34 +171,39 @@ def reverse(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
         turns -= 1
         for l in range(spec.lanes):
             if arrays.ids[l] >= 0:
-                fetch(kernel, lane_of(layout, arrays, l), arrays.ids[l])
-        for l in lanes(spec.lanes) if spec.vectorized and not is_looped(spec) else range(spec.lanes):
-            back(kernel, lane_of(layout, arrays, l), 0)
+                visits.fetch(kernel, kernel.lane_of(l), arrays.ids[l])
+        visits.compute(kernel)
         for l in range(spec.lanes):
-            if arrays.ids[l] >= 0 and arrays.row[l] < 0:
-                leave(kernel, lane_of(layout, arrays, l), arrays.ids[l])
-                arrays.ids[l] = -1
-                vacant_lanes += 1
+            if arrays.ids[l] >= 0:
+                lane = kernel.lane_of(l)
+                visits.leave(kernel, lane, arrays.ids[l])
+                if lane.row < 0:
+                    arrays.ids[l] = -1
+                    vacant_lanes += 1
     arrays.state[1] = next_id
     arrays.state[2] = vacant_lanes
     arrays.state[3] = turns
-    if spec.wanted_shared:
-        for l in range(spec.lanes if vacant_lanes == spec.lanes else 0):
-            lane = lane_of(layout, arrays, l)
-            for n in range(spec.wanted_shared):
-                arrays.s_bar[n] += lane.s_bar[n]
 
 
 @inlined
-def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: Array, reserved: int) -> Kernel:
+def kernel_of(spec: KernelSpec, call: Callable[..., None], arrays: Array, layout: Layout) -> Kernel:
     """Load what all trajectories share."""
     shared = vector(spec.shared)
     for j in static(spec.scalars_shared):
         shared[j] = arrays.s[j]
     return Kernel(
-        spec, call, arrays, lu=(arrays.b, reserved), shared=[shared[j] for j in spec.scalars_shared],
+        spec, call, arrays, lu=(arrays.b, layout.reserved), shared=[shared[j] for j in spec.scalars_shared],
         by_row=arrays.times.shape[0] > 1, n_saved=arrays.save_step.shape[1],
+        lane_of=partial(layout.lane, arrays),
     )  # fmt: skip
+
+
+@inlined
+def back_lanes(kernel: Kernel) -> None:
+    """Propagate the cotangents of all lanes through one step of each."""
+    spec = kernel.spec
+    for l in lanes(spec.lanes) if spec.vectorized and not is_looped(spec) else range(spec.lanes):
+        back(kernel, kernel.lane_of(l), 0)
 
 
 # ---- the ends of a trajectory
@@ -230,6 +251,13 @@ def start(kernel: Kernel, lane: ReverseLane, i: int) -> None:
 
 @inlined
 def leave(kernel: Kernel, lane: ReverseLane, i: int) -> None:
+    """Write the cotangents at the start of trajectory i, after its first step."""
+    if lane.row < 0:
+        write_cotangents(kernel, lane, i)
+
+
+@inlined
+def write_cotangents(kernel: Kernel, lane: ReverseLane, i: int) -> None:
     """Write the cotangents at the start of trajectory i."""
     spec, arrays = kernel.spec, kernel.arrays
     add_initial_states(kernel, lane, i)
@@ -553,13 +581,9 @@ def pull_rosenbrock(kernel: Kernel, lane: ReverseLane, recomputed: Recomputed, p
 def pull_matrix(spec: KernelSpec, recomputed: Recomputed, pull: Pull, i: int, slope: float) -> None:
     """Add the contributions of W and h ∂f/∂t to the cotangent of h."""
     q, k, jacobian, count = pull.q[i], recomputed.step.k[i], recomputed.matrix.jacobian, len(spec.jacobian)
-    if spec.rolled and spec.jacobian:
-        rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
-        for n in range(count):
-            pull.times[1] = fma(q[rows[n]] * jacobian[n], k[columns[n]], pull.times[1])
-    else:
-        for n, (row, column) in static(enumerate(spec.jacobian)):
-            pull.times[1] = fma(q[row] * jacobian[n], k[column], pull.times[1])
+    rows, columns = places_of(spec)
+    for n in range(count) if spec.rolled and count else static(range(count)):
+        pull.times[1] = fma(q[rows[n]] * jacobian[n], k[columns[n]], pull.times[1])
     for n, c in static(enumerate(spec.slopes, count)):
         pull.times[1] = fma(q[c] * jacobian[n], slope, pull.times[1])
 
@@ -600,8 +624,7 @@ def pull_events(kernel: Kernel, lane: ReverseLane, i: int, step: Step | None = N
             bound = lane.t + lane.h
             # A root of a condition of p and t lies at the end of a step: see `jumps.beside`.
             if arrays.crossings[lane.event, 3] == 1.0:
-                at = rounded_time(spec, arrays.crossings[lane.event, 4])
-                bound = at - gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+                bound = beside(spec, arrays.crossings[lane.event, 4], where(lane.h > 0.0, -1.0, 1.0))
             pull_event(kernel, lane, i, step_again(kernel, lane, bound).step, bound)
             lane.event -= 1
 
@@ -705,8 +728,7 @@ def pull_jumps(kernel: Kernel, lane: ReverseLane, i: int) -> None:
         find_next_jump(kernel, lane, i)
     lane.begin_time = lane.t
     if lane.step > 0 and lane.jump_step == lane.step:
-        at = rounded_time(spec, arrays.jump_time[lane.jump])
-        lane.begin_time = at + gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+        lane.begin_time = beside(spec, arrays.jump_time[lane.jump], where(lane.h > 0.0, 1.0, -1.0))
 
 
 @inlined
@@ -718,11 +740,10 @@ def pull_jump(kernel: Kernel, lane: ReverseLane, i: int, j: int) -> None:
     copy(spec, z, lane.cotangent)
     copy(spec, u, Row(arrays.jump_state, j))
     time = rounded(spec, arrays.jump_time[j])
-    at_given_time = 0.0
-    for event, has_times in static(spec.jumps or ()):
+    at_given_time = 1.0 if arrays.jump_slot[j] >= 0 else 0.0
+    for event in static(spec.jumps or ()):
         if arrays.jump_kind[j] == event:
             kernel.call(f"back{event}", (bars, e, te), u, parameters, time, z)
-            at_given_time = float(has_times)
     copy(spec, lane.cotangent, bars)
     for n in static(range(spec.wanted_varying)):
         lane.p_bar[n] += e[n]
@@ -732,8 +753,7 @@ def pull_jump(kernel: Kernel, lane: ReverseLane, i: int, j: int) -> None:
         pull_jump_time(kernel, lane, i, j, u, parameters, te[0], at_given_time)
     # The time of f at the end of the step: see `jumps.beside`.
     if at_given_time > 0.0:
-        at = rounded_time(spec, arrays.jump_time[j])
-        lane.tn = at - gap(spec, at) * (1.0 if lane.h > 0.0 else -1.0)
+        lane.tn = beside(spec, arrays.jump_time[j], where(lane.h > 0.0, -1.0, 1.0))
 
 
 @inlined

@@ -498,15 +498,17 @@ def rosenbrock_tangents(
     tangent_argument(spec, dnew, spec.stages, dk, du, step, seeds)
 
 
+def places_of(spec: KernelSpec) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the rows and the columns of the structural nonzeros of the Jacobian."""
+    rows, columns = [i for i, _ in spec.jacobian], [j for _, j in spec.jacobian]
+    return (constants(rows), constants(columns)) if spec.rolled and rows else (rows, columns)
+
+
 @inlined
 def add_products(spec: KernelSpec, entries: Vector, k: Vector, slope: float, out: Vector) -> None:
     """Add the product of a matrix with the places of the Jacobian and a stage, and `slope` times the derivative by time."""
-    if spec.rolled and spec.jacobian:
-        rows, columns = constants([i for i, _ in spec.jacobian]), constants([j for _, j in spec.jacobian])
-        for n in range(len(spec.jacobian)):
-            out[rows[n]] = fma(entries[n], k[columns[n]], out[rows[n]])
-    else:
-        for n, (row, column) in static(enumerate(spec.jacobian)):
-            out[row] = fma(entries[n], k[column], out[row])
-    for n, c in static(enumerate(spec.slopes, len(spec.jacobian))):
+    (rows, columns), count = places_of(spec), len(spec.jacobian)
+    for n in range(count) if spec.rolled and count else static(range(count)):
+        out[rows[n]] = fma(entries[n], k[columns[n]], out[rows[n]])
+    for n, c in static(enumerate(spec.slopes, count)):
         out[c] = fma(entries[n], slope, out[c])

@@ -44,6 +44,9 @@ class Kernel(NamedTuple):
     n_saved: Array = 0
     rtol: Array = 0.0
     atol: Vector = ()
+    # In kernels that visit recorded steps: ``lane_of(l)`` returns lane l, ``along_of(l, j)`` its tangents in direction j.
+    lane_of: Array = None
+    along_of: Array = None
 
 
 class Step(NamedTuple):
@@ -224,10 +227,10 @@ def tangent_argument(
 # ---- errors and step sizes
 
 
-def tolerance(kernel: Kernel, x: float, n: int) -> float:
-    """Return the tolerance of entry n of a state, given its modulus x."""
-    spec = kernel.spec
-    relative = kernel.atol[n + len(spec.numbers)] if spec.relative else kernel.rtol
+def tolerance(kernel: Kernel, x: float, c: int) -> float:
+    """Return the tolerance of an entry of a state, given its modulus x and its first component."""
+    spec, n = kernel.spec, c // 2 if kernel.spec.in_pairs else c
+    relative = kernel.atol[n + len(spec.entries)] if spec.relative else kernel.rtol
     return relative * x + kernel.atol[n if spec.tolerances else 0]
 
 
@@ -239,19 +242,12 @@ def squared_error(kernel: Kernel, step: Step) -> float:
         # x - x is zero if x is finite, otherwise NaN.
         return doubled(spec, summed(spec, lambda c: new[c] - new[c]))
     error = state(spec)
-    if spec.in_pairs:
-        for n, parts in static(enumerate(spec.numbers)):
-            permitted = tolerance(kernel, larger_modulus(spec, u, new, parts), n)
-            for c in static(parts):
-                error[c] = ratio(spec, weighted(spec, spec.error, step.k, c) * step.size, permitted)
-    else:
-        for c in spec.components:
-            before = abs(u[c])
-            after = abs(new[c])
-            permitted = tolerance(kernel, where(after > before, after, before), c)
+    for first in spec.entries:
+        permitted = tolerance(kernel, larger_modulus(spec, u, new, spec.parts(first)), first)
+        for c in static(spec.parts(first)):
             error[c] = ratio(spec, weighted(spec, spec.error, step.k, c) * step.size, permitted)
     square = doubled(spec, summed(spec, lambda c: error[c] * error[c]))
-    return square * (1 / len(spec.numbers)) if spec.on_gpu else square / float(len(spec.numbers))
+    return square * (1 / len(spec.entries)) if spec.on_gpu else square / float(len(spec.entries))
 
 
 def ratio(spec: KernelSpec, x: float, y: float) -> float:
@@ -261,7 +257,10 @@ def ratio(spec: KernelSpec, x: float, y: float) -> float:
 
 @inlined
 def larger_modulus(spec: KernelSpec, u: Vector, new: Vector, parts: Sequence[int]) -> float:
-    """Return the larger of the moduli of a complex number before and after the step."""
+    """Return the larger of the moduli of a number before and after the step; `parts`: its components."""
+    if len(parts) == 1:
+        before, after = abs(u[parts[0]]), abs(new[parts[0]])
+        return where(after > before, after, before)
     # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
     largest = spec.real(float(np.finfo(spec.dtype).tiny))
     for x in static([*(u[c] for c in parts), *(new[c] for c in parts)]):
@@ -301,13 +300,10 @@ def first_size(
     spec, h = kernel.spec, kernel.arrays.dt
     if not h > 0.0:
         scale, y, k1 = state(spec), state(spec), state(spec)
-        if spec.in_pairs:
-            for n, parts in static(enumerate(spec.numbers)):
-                for c in static(parts):
-                    scale[c] = tolerance(kernel, math.hypot(*(u[part] for part in parts)), n)
-        else:
-            for c in spec.components:
-                scale[c] = tolerance(kernel, abs(u[c]), c)
+        for first in spec.entries:
+            permitted = tolerance(kernel, math.hypot(u[first], u[first + 1]) if spec.in_pairs else abs(u[first]), first)
+            for c in static(spec.parts(first)):
+                scale[c] = permitted
         d0 = norm(spec, scale, lambda c: u[c])
         d1 = norm(spec, scale, lambda c: k0[c])
         # An Euler step of this size changes u by about one percent.
@@ -338,10 +334,10 @@ def norm(spec: KernelSpec, scale: Vector, numerator: Callable[[int], float]) -> 
     for c in spec.components:
         error[c] = numerator(c) / scale[c]
     if spec.in_pairs:  # the squares of both parts are added first
-        square = total(total(error[c] * error[c] for c in parts) for parts in spec.numbers)
+        square = total(total(error[c] * error[c] for c in spec.parts(first)) for first in spec.entries)
     else:
         square = summed(spec, lambda c: error[c] * error[c])
-    return np.sqrt(doubled(spec, square) / float(len(spec.numbers)))
+    return np.sqrt(doubled(spec, square) / float(len(spec.entries)))
 
 
 # Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,

@@ -13,14 +13,14 @@ tangent of the new state. In a Rosenbrock step W k_i = r_i, so W k̇_i = ṙ_i -
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad.compiling.folding import inlined, static
-from mpiad.compiling.kernel_language import Row, attribute, lanes, total, vector, where
-from mpiad.ensemble.compiled.event_kernel import gap, rounded_time
+from mpiad.compiling.kernel_language import Row, lanes, total, vector, where
+from mpiad.ensemble.compiled.event_kernel import beside
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
     DirectionLane,
@@ -37,7 +37,7 @@ from mpiad.ensemble.compiled.kernel_fields import (
     Words2,
 )
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.compiled.reverse_kernel import kernel_of, step_again
+from mpiad.ensemble.compiled.reverse_kernel import Visits, kernel_of, step_again, visit_steps
 from mpiad.ensemble.compiled.rosenbrock_kernel import (
     Matrix,
     UnrolledLU,
@@ -68,17 +68,17 @@ class TangentArrays(NamedTuple):
 
     b: Reals
     exact: Doubles
-    along: Reals
-    along_exact: Doubles
     ids: Integers
     places: Integers
     state: Integers
+    rows: Doubles2
+    previous: Integers
+    along: Reals
+    along_exact: Doubles
+    following: Integers
     p: Reals2
     s: Reals
     times: Doubles2
-    rows: Doubles2
-    previous: Integers
-    following: Integers
     last: Integers
     t_reached: Doubles
     alive: Booleans
@@ -115,7 +115,6 @@ CROSSED, STOPS = 5, 6
 # Values of `TangentLane.goal`: the size of a step is constant, or the step ends at the end of tspan. Other values are
 # indices of given times.
 CONSTANT, END = -2, -1
-PLACES = ("row", "step", "time_index", "event", "jump", "goal")
 
 
 class Layouts(NamedTuple):
@@ -134,89 +133,44 @@ def layout_of(spec: KernelSpec) -> Layouts:
     return Layouts(Layout(spec, TangentLane, reserved_of(spec), sizes), Layout(spec, DirectionLane))
 
 
-def lane_of(layouts: Layouts, arrays: TangentArrays, l: int) -> TangentLane:
-    """Return the fields of lane l."""
-    count = layouts.lane.lanes
-    places = {name: (arrays.places, n * count) for n, name in enumerate(PLACES)}
-    return layouts.lane.lane(arrays.b, arrays.exact, l, arrays.ids, **places)
-
-
-def along_of(layouts: Layouts, arrays: TangentArrays, l: int, j: int) -> DirectionLane:
-    """Return the fields of lane l for direction j."""
-    return layouts.direction.copied_lane(arrays.along, arrays.along_exact, l, arrays.ids, j)
-
-
 @inlined
 def tangent(spec: KernelSpec, call: Callable[..., None], layout: Layouts, arrays: TangentArrays, is_wide: bool) -> None:
     """Propagate tangents through the steps of trajectories; `is_wide`: whether the kernel profits from wide vectors."""
-    attribute("aligned_stack")
-    if is_wide:
-        attribute("wide_vectors")
-    kernel = kernel_of(spec, call, arrays, layout.lane.reserved)
-    next_id, stop, vacant_lanes, turns = arrays.state[0], arrays.state[1], arrays.state[2], arrays.state[3]
-    count = arrays.du0.shape[0]
-    while True:
-        if vacant_lanes > 0 and next_id < stop:
-            for l in range(spec.lanes):
-                while next_id < stop and (not arrays.alive[next_id] or arrays.last[next_id] < 0):
-                    next_id += 1
-                if arrays.ids[l] < 0 and next_id < stop:
-                    arrays.ids[l] = next_id
-                    enter(kernel, lane_of(layout, arrays, l), next_id)
-                    for j in range(count):
-                        start(kernel, along_of(layout, arrays, l, j), next_id, j)
-                    next_id += 1
-                    vacant_lanes -= 1
-        if vacant_lanes == spec.lanes or turns == 0:
-            break
-        turns -= 1
-        for l in range(spec.lanes):
-            if arrays.ids[l] >= 0:
-                fetch(kernel, lane_of(layout, arrays, l), arrays.ids[l])
-        (push_one_by_one if is_looped(spec) else push_lanes)(kernel, layout, count)
-        for l in range(spec.lanes):
-            if arrays.ids[l] >= 0:
-                lane = lane_of(layout, arrays, l)
-                move_on(kernel, lane, arrays.ids[l])
-                if lane.row < 0:
-                    arrays.ids[l] = -1
-                    vacant_lanes += 1
-    arrays.state[0] = next_id
-    arrays.state[2] = vacant_lanes
-    arrays.state[3] = turns
+    kernel = kernel_of(spec, call, arrays, layout.lane)._replace(along_of=partial(layout.direction.lane, arrays))
+    visit_steps(kernel, is_wide, Visits(enter, fetch, push_one_by_one if is_looped(spec) else push_lanes, move_on))
 
 
 @inlined
-def push_lanes(kernel: Kernel, layout: Layouts, count: int) -> None:
+def push_lanes(kernel: Kernel) -> None:
     """Propagate the tangents of all lanes through one step of each."""
     spec, arrays = kernel.spec, kernel.arrays
     for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
-        recompute(kernel, lane_of(layout, arrays, l))
-    for j in range(count):
+        recompute(kernel, kernel.lane_of(l))
+    for j in range(arrays.du0.shape[0]):
         if spec.timed:
             for l in range(spec.lanes):
                 if arrays.ids[l] >= 0:
-                    set_size_tangent(kernel, lane_of(layout, arrays, l), along_of(layout, arrays, l, j), arrays.ids[l], j)
+                    set_size_tangent(kernel, kernel.lane_of(l), kernel.along_of(l, j), arrays.ids[l], j)
         for l in lanes(spec.lanes) if spec.vectorized else range(spec.lanes):
-            lane = lane_of(layout, arrays, l)
-            push(kernel, lane, along_of(layout, arrays, l, j), j, stored_matrix(spec, lane))
+            lane = kernel.lane_of(l)
+            push(kernel, lane, kernel.along_of(l, j), j, stored_matrix(spec, lane))
         for l in range(spec.lanes):
             if arrays.ids[l] >= 0:
-                lane = lane_of(layout, arrays, l)
+                lane = kernel.lane_of(l)
                 if lane.has_output > 0.0:
-                    write_output(kernel, lane, along_of(layout, arrays, l, j), arrays.ids[l], j)
+                    write_output(kernel, lane, kernel.along_of(l, j), arrays.ids[l], j)
 
 
 @inlined
-def push_one_by_one(kernel: Kernel, layout: Layouts, count: int) -> None:
+def push_one_by_one(kernel: Kernel) -> None:
     """Do the same for one lane after the other, since they use the same array for a factorization."""
     arrays = kernel.arrays
     for l in range(kernel.spec.lanes):
         if arrays.ids[l] >= 0:
-            lane = lane_of(layout, arrays, l)
+            lane = kernel.lane_of(l)
             matrix = recompute(kernel, lane)
-            for j in range(count):
-                along = along_of(layout, arrays, l, j)
+            for j in range(arrays.du0.shape[0]):
+                along = kernel.along_of(l, j)
                 set_size_tangent(kernel, lane, along, arrays.ids[l], j)
                 push(kernel, lane, along, j, matrix)
                 write_output(kernel, lane, along, arrays.ids[l], j)
@@ -249,6 +203,8 @@ def enter(kernel: Kernel, lane: TangentLane, i: int) -> None:
             lane.jump += 1  # events at the start
     if spec.events:
         lane.event = arrays.event_first[i]
+    for j in range(arrays.du0.shape[0]):
+        start(kernel, kernel.along_of(lane.index, j), i, j)
 
 
 @inlined
@@ -295,14 +251,8 @@ def fetch(kernel: Kernel, lane: TangentLane, i: int) -> None:
                 lane.tn = lane.t + lane.h
                 # A root of a condition of p and t lies at the end of a step: see `jumps.beside`.
                 if arrays.crossings[n, 3] == 1.0:
-                    lane.tn = beside(spec, lane, arrays.crossings[n, 4], -1.0)
+                    lane.tn = beside(spec, arrays.crossings[n, 4], where(lane.h > 0.0, -1.0, 1.0))
             n += 1
-
-
-def beside(spec: KernelSpec, lane: TangentLane, time: float, side: float) -> float:
-    """Return the time of f before (`side` -1) or after (1) the time of an event: see `jumps.beside`."""
-    at = rounded_time(spec, time)
-    return at + gap(spec, at) * where(lane.h > 0.0, side, -side)
 
 
 @inlined
@@ -312,13 +262,13 @@ def fetch_jumps(kernel: Kernel, lane: TangentLane, i: int) -> None:
     lane.begin_time = lane.t
     if lane.step > 0 and lane.jump > arrays.jump_first[i]:
         if arrays.jump_number[lane.jump - 1] == lane.step:
-            lane.begin_time = beside(spec, lane, arrays.jump_time[lane.jump - 1], 1.0)
+            lane.begin_time = beside(spec, arrays.jump_time[lane.jump - 1], where(lane.h > 0.0, 1.0, -1.0))
     if lane.jump < arrays.jump_first[i + 1]:
         if arrays.jump_number[lane.jump] == lane.step + 1:
             lane.has_output = 1.0
             if arrays.jump_slot[lane.jump] >= 0:
                 lane.goal = arrays.jump_slot[lane.jump]
-                lane.tn = beside(spec, lane, arrays.jump_time[lane.jump], -1.0)
+                lane.tn = beside(spec, arrays.jump_time[lane.jump], where(lane.h > 0.0, -1.0, 1.0))
 
 
 @inlined
@@ -587,7 +537,7 @@ def push_jump(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j
             along.dt = due
             arrays.dreached[j, i] = due
     more = (*seeds.at_time(rounded(spec, along.dt) if spec.timed else spec.real(0.0)), *seeds.index)
-    for event, _ in static(spec.jumps or ()):
+    for event in static(spec.jumps or ()):
         if arrays.jump_kind[m] == event:
             kernel.call(f"daffect{event}", (out,), u, parameters, time, du, *more)
     copy(spec, along.du, out)

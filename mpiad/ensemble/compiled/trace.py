@@ -175,7 +175,7 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
     return program
 
 
-def identity_of(fun: Function) -> Any:
+def identity_of(fun: Function) -> object:
     """Return the code object of a function without wrappers; functions defined by the same lines share the code."""
     while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
@@ -239,7 +239,7 @@ def _autograd_replaced() -> Iterator[None]:
             _tracer.find_top_boxed_args, _tracer.getval, _tracer.isbox = around
 
 
-def _boxes_of(args: Sequence[Any]) -> Any:
+def _boxes_of(args: Sequence[object]) -> object:
     """Return the boxes among the arguments of a primitive; refuse a primitive of the user in a trace."""
     primitive, recorder = sys._getframe(1).f_locals["f_wrapped"], tracing.recorder
     if isinstance(recorder, ScalarRecorder) and not is_of_a_package(primitive):
@@ -248,7 +248,7 @@ def _boxes_of(args: Sequence[Any]) -> Any:
     return _find_boxes(args)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> object:
     recorder = tracing.recorder
     return recorder.constant(_getval(x)) if isinstance(recorder, ScalarRecorder) else _getval(x)
 
@@ -263,7 +263,7 @@ def _is_box(x: object) -> bool:
     return _isbox(x)
 
 
-def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:
+def _components(recorder: ScalarRecorder, value: Array, shape: Shape) -> list[Symbol]:
     components: list[Symbol] = []
     if shape and not (len(shape) == 1 and isinstance(value, (list, tuple))):
         components += recorder.symbols(value).ravel().tolist()

@@ -23,7 +23,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import kernel_solver, reverse_sweep, traced_problem, work_shares
+from mpiad.ensemble.compiled import kernel_derivatives, kernel_solver, traced_problem, work_shares
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 
@@ -138,7 +138,7 @@ def test_gradients_through_the_times_of_events(more, monkeypatch):
     count = 12 if "gradient" in more else 80
     assert {"Terminated", "Success"} == set(solve(waves(slice(0, count)), trajectories=count, **TIGHT).retcode)
     expected = mpiad.grad(loss, (0, 1))(U0[:count], P[:count], compile=False, **more)
-    for module in (differentiable, reverse_sweep):
+    for module in (differentiable, kernel_derivatives):
         monkeypatch.setattr(module, "pull_run", None)  # no arrays in secret
     found = mpiad.grad(loss, (0, 1))(U0[:count], P[:count], compile=True, **more)
     for a, b in zip(expected, found):

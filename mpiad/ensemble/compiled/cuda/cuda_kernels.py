@@ -226,7 +226,7 @@ def power(spec: KernelSpec, x: Expression, exponent: float) -> Expression:
 
 def cuda_forward_text(spec: KernelSpec) -> str:
     """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
-    count = len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1
+    count = len(spec.entries) * (1 + spec.relative) if spec.tolerances else 1
     lines = ["const bool one_start = !u0_column;", *(f"const real atol{n} = atol[{n}];" for n in range(count))]
     kernel = _kernel(spec, [variable_named(f"atol{n}") for n in range(count)], one_start=variable_named("one_start"))
     arguments = _FORWARD + _FORWARD_EVENTS * bool(spec.events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -110,7 +110,7 @@ def _by_kernel(
     return sol
 
 
-def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
+def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], object]]:
     """Return functions for the fields of a solution that are copied to the host on first access."""
     # The functions don't refer to states, so that the memory of the states can be released.
     results, arrays, alg, has_dt = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
@@ -275,7 +275,7 @@ class Solved:
 
     # ---- reverse mode
 
-    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
+    def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         """Return the cotangents of arguments; `g`: the cotangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
@@ -316,7 +316,7 @@ class Solved:
 
     # ---- forward mode
 
-    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+    def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         """Return the tangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
@@ -332,7 +332,7 @@ class Solved:
                         end += np.where(alive, results.du_end[k] * coefficients[direction], 0)
             return self._to_caller(total)
 
-    def _coefficients(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
+    def _coefficients(self, tangents: Mapping[int, Array]) -> dict[tuple[str, int], Array]:
         """Return the factor of the tangents in each direction: an array of one number, or of one per trajectory."""
         rows = {k: self._to_device(g) for k, g in tangents.items()}
         factors = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
@@ -341,7 +341,7 @@ class Solved:
             factors.update({self.solver.traced.direction(j): flat[i] for i, j in enumerate(part.scalars)})
         return factors
 
-    def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:
+    def pull_traced(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> NoReturn:
         """Refuse derivatives of derivatives."""
         raise NotImplementedError(
             "solve: EnsembleGPU supports only first derivatives, but a derivative of a derivative was requested. Use "

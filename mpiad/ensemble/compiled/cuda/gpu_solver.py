@@ -89,8 +89,13 @@ class Solver:
         """Solve all trajectories."""
         # The first capacity per trajectory is one occurrence of each event that stops a step, and two of each other event.
         event_capacity = _ROWS + self.count * sum(1 if stops else 2 for stops, _ in self.spec.events)
+        empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
         while True:
-            results = self._empty(directions)
+            codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
+            vector = empty(((n_saved + 1) * d * n,), self.real)
+            du_end, dsaved = (empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n)))
+            summary = self.arrays.full((2,), 0, np.int64)
+            results = DeviceResults(vector, empty((n,), float), codes, naccept, nreject, du_end, dsaved, summary)
             saved, end = self.parts(results.vector)
             table, counter = self._table(event_capacity)
             self._forward(directions, 0, self.count, (end, saved, *results[1:8]), (None, None, 0), table)
@@ -115,14 +120,6 @@ class Solver:
             return None, vector.reshape(shape)
         cut = n_saved * self.d * self.count
         return vector[:cut].reshape((n_saved, *shape)), vector[cut:].reshape(shape)
-
-    def _empty(self, directions: Directions) -> DeviceResults:
-        empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
-        codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
-        vector = empty(((n_saved + 1) * d * n,), self.real)
-        du_end, dsaved = (empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n)))
-        summary = self.arrays.full((2,), 0, np.int64)
-        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, du_end, dsaved, summary)
 
     def _forward(self, directions: Directions, first: int, count: int, results: tuple, steps: tuple, table: tuple) -> None:
         settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
@@ -305,7 +302,7 @@ def sample_batch(batch: Batch) -> Batch:
     return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *times)
 
 
-def _leaf(leaf: Array, varies: bool) -> Any:
+def _leaf(leaf: Array, varies: bool) -> Array:
     arrays = arrays_of(leaf)
     if not varies and arrays is None:
         return leaf
