@@ -18,8 +18,9 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from itertools import repeat
 from math import nan
 from threading import get_ident
 from time import perf_counter
@@ -33,41 +34,24 @@ from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.calls import site_of
 from mpiad.transport.core.channels import named
 from mpiad.transport.core.collectives import name_of
+from mpiad.transport.watch import deadlock_proof as proof
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
-from mpiad.transport.watch.deadlock_proof import (
-    COLLECTIVE,
-    RECEIVE,
-    SEND,
-    Counter,
-    Counts,
-    Operation,
-    Stream,
-    ThreadWait,
-    is_open,
-)
+from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
 from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, waits_by_thread
 
-_BLOCKING, _STARTS, _PERSISTENT = "blocking", "starts", "persistent"
 _CONSTRUCTORS = (
     "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph "
     "Create_dist_graph_adjacent Sub"
 ).split()
-_COLLECTIVES = (
+_ARRAY_COLLECTIVES = (
     "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
     "Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall "
     "Neighbor_alltoallv Neighbor_alltoallw"
 ).split()
-_METHODS = dict.fromkeys([*_COLLECTIVES, *map(str.lower, _COLLECTIVES), *_CONSTRUCTORS, "Free", "Disconnect"], _BLOCKING)
-_METHODS |= dict.fromkeys(
-    "Send Bsend Ssend Rsend send bsend ssend Recv recv Probe probe Mprobe mprobe Improbe improbe Sendrecv_replace".split(),
-    _BLOCKING,
-)
-_METHODS |= dict.fromkeys([f"I{name.lower()}" for name in _COLLECTIVES], _STARTS)
-_METHODS |= dict.fromkeys(
-    "Isend Ibsend Issend Irsend isend ibsend issend Irecv irecv Isendrecv Isendrecv_replace".split(), _STARTS
-)
-_METHODS |= dict.fromkeys("Send_init Bsend_init Ssend_init Rsend_init Recv_init".split(), _PERSISTENT)
+_COLLECTIVES = {*_CONSTRUCTORS, *_ARRAY_COLLECTIVES, "Free", "Disconnect"}
+_COLLECTIVES |= {f"{start}{name.lower()}" for name in _ARRAY_COLLECTIVES for start in ("", "I")}
+_DIFFERENT = {"Iprobe", "iprobe", "Psend_init", "Precv_init", "Sendrecv", "sendrecv"}  # not watched, or by other calls
 # Collectives whose counts and types MPI requires to be equal on all ranks, except after `MPI.IN_PLACE`, and the argument.
 _COMPARED = {"Bcast": "buf", "Scatter": "recvbuf"} | dict.fromkeys(("Gather", "Allgather", "Alltoall"), "sendbuf")
 _COMPARED |= dict.fromkeys(("Reduce", "Allreduce", "Scan", "Exscan"), "sendbuf")
@@ -90,8 +74,7 @@ class _Method:
     """A method of mpi4py's communicators; `ends`: its parameters for the partners and the tags of messages."""
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self.function, self.name, self.kind = function, name, _METHODS.get(name, _BLOCKING)
-        self.signature = inspect.signature(function)
+        self.function, self.name, self.signature = function, name, inspect.signature(function)
         places = enumerate(list(self.signature.parameters.values())[1:])
         parameters = {each.name: _Parameter(place, each.name, each.default) for place, each in places}
         self.ends = [
@@ -99,8 +82,9 @@ class _Method:
             for kind, peer, tag in ((SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag"))
             if peer in parameters
         ]
-        self.status = parameters.get("status")
-        self.probes = "probe" in name.lower()
+        self.status, self.probes = parameters.get("status"), "probe" in name.lower()
+        self.is_persistent = name.endswith("_init")
+        self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
 
 class ProgramCall(Waiting):
@@ -140,7 +124,7 @@ class ProgramCall(Waiting):
                 if kind is SEND:
                     self.number = counter.send(stream)
                 else:
-                    self.number = counter.receive(stream, method.kind is not _BLOCKING)
+                    self.number = counter.receive(stream, method.starts)
                     if method.probes or is_open(stream):
                         self.unknown = stream
         except TypeError:  # an argument that MPI rejects, or an array with a number
@@ -211,10 +195,10 @@ class ProgramCall(Waiting):
         """Return False, since `status` examines the calls of the program."""
         return False
 
-    def wait(self, thread: threading.Thread) -> ThreadWait:
+    def wait(self, thread: threading.Thread) -> proof.ThreadWait:
         """Return the wait of a thread."""
         operations = [operation for call in self.calls for operation in call.operations()]
-        return ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
+        return proof.ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
 
 
 class RequestWait(ProgramCall):
@@ -258,7 +242,7 @@ _counters: dict[int, tuple[Counter, tuple[Rank, ...]]] = {}  # by the key of the
 _freeing = threading.Lock()  # held while another thread uses a communicator, which the program could free
 
 
-def counts() -> dict[int, Counts]:
+def counts() -> dict[int, proof.Counts]:
     """Return the numbers of this rank's calls by communicator."""
     return {key: counter.counts(members) for key, (counter, members) in _counters.copy().items()}
 
@@ -276,36 +260,10 @@ def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords:
             waits_by_thread[thread] = before
 
 
-def _calls_of(requests: Iterable[Any]) -> list[ProgramCall | None]:
-    """Return the calls that have started the requests that are active or persistent."""
-    return [getattr(request, "call", None) for request in requests if request]
-
-
 class _ProgramRequest:
     """The methods of watched requests, before those of mpi4py's class."""
 
     call: ProgramCall | None = None  # that has started the request
-
-    def Wait(self, status: Status = None) -> bool:
-        """Wait until the request is complete."""
-        return _wait_for("Wait", self, _Request.Wait, status)
-
-    def wait(self, status: Status = None) -> Any:
-        """Wait until the request is complete; return the received object."""
-        return _wait_for("wait", self, _Request.wait, status)
-
-    @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Wait until all requests are complete."""
-        for request, status in zip(requests, _statuses(requests, statuses)):
-            _wait_for("Waitall", request, _Request.Wait, status)
-        return True
-
-    @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all requests are complete; return the received objects."""
-        pairs = zip(requests, _statuses(requests, statuses))
-        return [_wait_for("waitall", request, _Request.wait, status) for request, status in pairs]
 
     def Start(self) -> None:
         """Start a persistent request."""
@@ -314,8 +272,9 @@ class _ProgramRequest:
     @classmethod
     def Startall(cls, requests: list[Any]) -> None:
         """Start persistent requests."""
-        for call in filter(None, _calls_of(requests)):
-            call.begin()
+        for request in requests:
+            if call := getattr(request, "call", None):
+                call.begin()
         _Prequest.Startall(requests)
 
     def Cancel(self) -> None:
@@ -327,14 +286,7 @@ class _ProgramRequest:
     cancel = Cancel
 
 
-def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Sequence[Status]:
-    if statuses is None:
-        return [None] * len(requests)
-    statuses += [MPI.Status() for _ in requests[len(statuses) :]]
-    return statuses
-
-
-def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Status) -> Any:
+def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Status = None) -> Any:
     call = getattr(request, "call", None)
     if call is None or not request:
         return function(request, status)
@@ -346,17 +298,28 @@ def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Sta
     return result
 
 
-def _waits_for_any(name: str) -> Any:
-    bare = getattr(_Request, name)
+def _waits(name: str) -> Any:
+    """Return a method of watched requests that waits for one, all or some of them."""
+    bare, one = getattr(_Request, name), getattr(_Request, name[:4])
 
-    def method(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
-        calls = _calls_of(requests)
+    def for_one(self: Request, status: Status = None) -> Any:
+        return _wait_for(name, self, one, status)
+
+    def for_all(requests: Sequence[Request], statuses: list[Status] | None = None) -> Any:
+        if statuses is not None:
+            statuses += [MPI.Status() for _ in requests[len(statuses) :]]
+        results = [_wait_for(name, *each) for each in zip(requests, repeat(one), statuses or repeat(None))]
+        return all(results) if name == "Waitall" else results
+
+    def for_some(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
+        calls = [getattr(request, "call", None) for request in requests if request]
         # A call that also waits for other requests may end at any time, so it isn't described.
         if None in calls:
             return bare(requests, *args, **keywords)
         return _during(RequestWait(name, calls, True), bare, requests, *args, **keywords)  # type: ignore[arg-type]
 
-    return staticmethod(wraps(bare)(method))
+    method = {"": for_one, "all": for_all}.get(name[4:], for_some)
+    return wraps(bare)(method) if method is for_one else staticmethod(wraps(bare)(method))
 
 
 class _AnyRequest(type):
@@ -367,7 +330,9 @@ class _AnyRequest(type):
 
 
 def _class_of_requests(bare: type) -> type:
-    methods = {name: _waits_for_any(name) for name in ("Waitany", "waitany", "Waitsome", "waitsome")}
+    methods = {
+        f"{wait}{which}": _waits(f"{wait}{which}") for wait in ("Wait", "wait") for which in ("", "all", "any", "some")
+    }
     return _AnyRequest(bare.__name__, (_ProgramRequest, bare), methods | {"__module__": "mpi4py.MPI"})
 
 
@@ -434,15 +399,15 @@ def _compare(call: ProgramCall) -> None:
 
 
 def _watched_method(method: _Method) -> Callable[..., Any]:
-    function, is_collective, frees = method.function, not method.ends, method.name in ("Free", "Disconnect")
-    is_blocking, is_persistent = method.kind is _BLOCKING, method.kind is _PERSISTENT
+    function, starts, is_persistent = method.function, method.starts, method.is_persistent
+    is_collective, frees = not method.ends, method.name in ("Free", "Disconnect")
 
     def watched_call(self: Any, *args: Any, **keywords: Any) -> Any:
         call = ProgramCall(self, method, args, keywords)
         if is_persistent:
             return _watched_request(function(self, *args, **keywords), call)
         call.begin()
-        if is_collective and is_blocking:
+        if is_collective and not starts:
             if self.agreement is not None:
                 _compare(call)
             if frees:
@@ -451,7 +416,7 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
                 _counters.pop(self.key, None)
             return _during(call, function, self, *args, **keywords)
         try:
-            if not is_blocking:
+            if starts:
                 return _watched_request(function(self, *args, **keywords), call)
             status = None
             if call.unknown:
@@ -476,11 +441,14 @@ def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _class_of(bare: type) -> type:
-    functions = {name: function for name in _METHODS if (function := getattr(bare, name, None)) is not None}
-    methods = {name: _watched_method(_Method(function, name)) for name, function in functions.items()}
+    found = {name: getattr(bare, name) for name in dir(bare) if name not in _DIFFERENT}
+    every = {
+        name: _Method(function, name) for name, function in found.items() if inspect.isroutine(function) and name[0] != "_"
+    }
+    methods = {name: _watched_method(method) for name, method in every.items() if method.ends or name in _COLLECTIVES}
     methods |= {name: _constructs(methods[name]) for name in _CONSTRUCTORS if name in methods}
-    methods["receives_array"] = _watched_method(_Method(functions["Recv"], "Sendrecv"))
-    methods["receives_object"] = _watched_method(_Method(functions["recv"], "sendrecv"))
+    methods["receives_array"] = _watched_method(_Method(bare.Recv, "Sendrecv"))
+    methods["receives_object"] = _watched_method(_Method(bare.recv, "sendrecv"))
     return type(bare.__name__, (_Communicator, bare), methods | {"__module__": "mpi4py.MPI", "bare_class": bare})
 
 

@@ -58,11 +58,11 @@ def test_requests(comm: Any, rank: int, size: int) -> None:
     y, statuses = np.zeros(2), [MPI.Status()]
     requests = [comm.Irecv(y, left, 3), comm.Isend(np.full(2, float(rank)), right, 3)]
     assert all(isinstance(request, MPI.Request) for request in requests)
-    program_calls._ProgramRequest.Waitall(requests, statuses)
+    program_calls._REQUESTS[MPI.Request].Waitall(requests, statuses)
     assert y.tolist() == [left, left] and statuses[0].source == left and len(statuses) == 2
     assert requests[0] == MPI.REQUEST_NULL
     requests = [comm.isend({"rank": rank}, right), comm.irecv(source=left)]
-    assert program_calls._ProgramRequest.waitall(requests)[1] == {"rank": left}
+    assert program_calls._REQUESTS[MPI.Request].waitall(requests)[1] == {"rank": left}
     y = np.zeros(1)
     comm.Sendrecv(np.full(1, float(rank)), right, 1, y, left, 1, statuses[0])
     assert y == left and statuses[0].tag == 1
@@ -96,7 +96,7 @@ def test_messages_whose_source_or_tag_is_not_known_are_counted_when_they_are_rec
         lambda: comm.mprobe().recv(),
         lambda: comm.improbe(rank, 4).recv(),
         lambda: comm.irecv(source=rank).wait(),
-        lambda: program_calls._ProgramRequest.waitall([comm.irecv()]),
+        lambda: program_calls._REQUESTS[MPI.Request].waitall([comm.irecv()]),
     ):
         before = counts(comm).received.get((rank, 4), 0)
         request = comm.isend(1, rank, 4)
@@ -122,7 +122,7 @@ def test_starts_of_persistent_requests_are_counted(comm: Any, rank: int) -> None
         requests[0].Start()
         requests[1].Start()
         assert counts(comm).sent == {(rank, 2): k + 1} and counts(comm).received[rank, MPI.ANY_TAG] == 1
-        program_calls._ProgramRequest.Waitall(requests)
+        program_calls._REQUESTS[MPI.Request].Waitall(requests)
     for request in requests:
         request.Free()
 
