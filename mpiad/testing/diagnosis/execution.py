@@ -50,7 +50,7 @@ class Execution:
 
         The derivatives of a solution are those of the exact one. That of the program may have a larger error.
         """
-        problem = self.call.params.get("problem") if isinstance(self.call.params, dict) else None
+        problem: Any = self.call.params.get("problem") if isinstance(self.call.params, dict) else None
         if not hasattr(problem, "with_rtol"):
             return
         rtol = eps_of(self.ans) ** (2 / 3)
