@@ -171,14 +171,13 @@ def _is_matched(states: Sequence[State | None], rank: Rank, operation: Operation
         return number <= sum(received.get((peer, of), 0) for peer in (rank, _ANY_SOURCE) for of in (tag, _ANY_TAG))
     if operation.is_open and number != mine.requests:  # later receives could also match its message
         return True
-    sent = ((peer, _counts(states, peer, operation).sent or {}) for peer in operation.peers)
-    streams = (
-        (count, mine.received.get((peer, of), 0) + 1 if operation.is_open else number)
-        for peer, counts in sent
-        for (dest, of), count in counts.items()
-        if dest == rank and tag in (of, _ANY_TAG)
-    )
-    return any(count >= needed for count, needed in streams)
+    for peer in operation.peers:
+        sent = _counts(states, peer, operation).sent or {}
+        for of in [of for dest, of in sent if dest == rank] if tag == _ANY_TAG else [tag]:
+            needed = mine.received.get((peer, of), 0) + 1 if operation.is_open else number
+            if sent.get((rank, of), 0) >= needed:
+                return True
+    return False
 
 
 def partners(states: Sequence[State | None], rank: Rank, operation: Operation) -> list[Rank] | None:
@@ -189,22 +188,29 @@ def partners(states: Sequence[State | None], rank: Rank, operation: Operation) -
     return [peer for peer, counts in each if counts.collectives < operation.number or counts.differs(operation)] or None
 
 
+def _missing(states: Sequence[State | None], rank: Rank, operation: Operation) -> list[Rank] | None:
+    """Return the same as `partners`, but None for a message, and fewer ranks for a collective, if counts aren't known."""
+    needed = partners(states, rank, operation)
+    if needed is None or not _is_known(states, rank, operation):
+        return None
+    known = [peer for peer in needed if _is_known(states, peer, operation)]
+    return known or None if operation.kind == COLLECTIVE or len(known) == len(needed) else None
+
+
 def stuck_ranks(states: Sequence[State | None]) -> set[Rank]:
     """Return the ranks that have left or wait in calls that can't end; ranks that don't answer may do anything."""
     stuck = {rank for rank, state in enumerate(states) if state and (state["state"] == "left" or state.get("all_wait"))}
+    waits: list[tuple[Rank, ThreadWait]] = [(rank, wait) for rank in stuck for wait in states[rank].get("threads", ())]  # type: ignore[union-attr]
+    missing = [[_missing(states, rank, operation) for operation in wait.operations] for rank, wait in waits]
 
-    def ends(rank: Rank, operation: Operation) -> bool:
-        needed = partners(states, rank, operation)
-        if needed is None or not _is_known(states, rank, operation):
-            return True
-        may_act = (peer not in stuck or not _is_known(states, peer, operation) for peer in needed)
-        return all(may_act) if operation.kind == COLLECTIVE else any(may_act)
+    def may_end(wait: ThreadWait, missing: list[list[Rank] | None]) -> bool:
+        ends = [
+            peers is None or (all if operation.kind == COLLECTIVE else any)(peer not in stuck for peer in peers)
+            for operation, peers in zip(wait.operations, missing)
+        ]
+        return not ends or (any(ends) if wait.any_suffices else all(ends))
 
-    def may_end(rank: Rank, wait: ThreadWait) -> bool:
-        each = [ends(rank, operation) for operation in wait.operations]
-        return not each or (any(each) if wait.any_suffices else all(each))
-
-    while moving := {rank for rank in stuck for wait in states[rank].get("threads", ()) if may_end(rank, wait)}:  # type: ignore[union-attr]
+    while moving := {rank for (rank, wait), peers in zip(waits, missing) if rank in stuck and may_end(wait, peers)}:
         stuck -= moving
     return stuck
 

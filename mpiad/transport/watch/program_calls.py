@@ -121,6 +121,8 @@ class ProgramCall(Waiting):
         try:
             for kind, peer, tag in method.ends:
                 stream = peer.of(arguments, keywords), tag.of(arguments, keywords)
+                if stream[0] == MPI.PROC_NULL:
+                    continue
                 if kind is SEND:
                     self.number = counter.send(stream)
                 else:
@@ -413,8 +415,10 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
             if frees:
                 with _freeing:
                     self.bare = MPI.COMM_NULL
+            result = _during(call, function, self, *args, **keywords)
+            if frees:
                 _counters.pop(self.key, None)
-            return _during(call, function, self, *args, **keywords)
+            return result
         try:
             if starts:
                 return _watched_request(function(self, *args, **keywords), call)

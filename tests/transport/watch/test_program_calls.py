@@ -127,6 +127,17 @@ def test_starts_of_persistent_requests_are_counted(comm: Any, rank: int) -> None
         request.Free()
 
 
+def test_an_end_without_a_partner_is_not_counted(comm: Any, rank: int, size: int) -> None:
+    x, right = np.zeros(1), (rank + 1) % size
+    comm.Recv(x, MPI.PROC_NULL)
+    receive = comm.Irecv(np.zeros(1))
+    comm.Sendrecv_replace(x, right, 3, MPI.PROC_NULL)
+    receive.Wait()
+    assert counts(comm).sent == {(right, 3): 1} and sum(counts(comm).received.values()) == 1
+    call = comm.Isendrecv_replace(x, MPI.PROC_NULL, 0, MPI.PROC_NULL).call
+    assert call.operations() == []
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize("event", ["exception", "cancel", "thread", "tags", "no number"])
 def test_nothing_is_known_without_the_order_of_messages(comm: Any, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
