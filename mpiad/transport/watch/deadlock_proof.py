@@ -94,13 +94,14 @@ class Counts(NamedTuple):
 class Counter:
     """Counts this rank's calls on a communicator."""
 
-    __slots__ = ("collectives", "is_ordered", "received", "recent", "requests", "sent", "thread")
+    __slots__ = ("collectives", "is_ordered", "received", "recent", "requests", "sent", "status", "thread")
 
     def __init__(self) -> None:
         self.collectives, self.requests, self.is_ordered = 0, 0, True
         self.recent = deque[str](maxlen=_RECENT)
         self.sent, self.received = dict[Stream, int](), dict[Stream, int]()
         self.thread: int | None = None
+        self.status = MPI.Status()  # for calls without one; if several threads use it, the order is unknown anyway
 
     def collective(self, name: str) -> int:
         """Count a collective; return its number."""
@@ -131,9 +132,12 @@ class Counter:
 
     def move(self, stream: Stream, to: Stream | None) -> None:
         """Count a receive in another stream; in none if it has received nothing."""
-        self.received[stream] = self.received.get(stream, 0) - 1
-        if to is not None:
-            self._count(self.received, to)
+        received = self.received
+        received[stream] = received.get(stream, 0) - 1
+        if to in received:
+            received[to] += 1
+        elif to is not None:
+            self._count(received, to)
 
     def counts(self, members: Sequence[Rank]) -> Counts:
         """Return the counts; `members`: the ranks in the world."""

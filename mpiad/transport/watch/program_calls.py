@@ -40,6 +40,7 @@ from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of
 from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
 from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, waits_by_thread
 
+_PROC_NULL = MPI.PROC_NULL
 _CONSTRUCTORS = (
     "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph "
     "Create_dist_graph_adjacent Sub"
@@ -82,7 +83,7 @@ class _Method:
             for kind, peer, tag in ((SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag"))
             if peer in parameters
         ]
-        self.status, self.probes = parameters.get("status"), "probe" in name.lower()
+        self.probes, self.status_place = "probe" in name.lower(), getattr(parameters.get("status"), "place", 0)
         self.is_persistent = name.endswith("_init")
         self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
@@ -121,7 +122,7 @@ class ProgramCall(Waiting):
         try:
             for kind, peer, tag in method.ends:
                 stream = peer.of(arguments, keywords), tag.of(arguments, keywords)
-                if stream[0] == MPI.PROC_NULL:
+                if stream[0] == _PROC_NULL:
                     continue
                 if kind is SEND:
                     self.number = counter.send(stream)
@@ -293,7 +294,7 @@ def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Sta
     if call is None or not request:
         return function(request, status)
     if status is None and call.unknown:
-        status = MPI.Status()
+        status = call.comm.counter.status
     result = _during(RequestWait(name, [call]), function, request, status)
     if call.unknown:
         call.end(status)
@@ -402,7 +403,7 @@ def _compare(call: ProgramCall) -> None:
 
 def _watched_method(method: _Method) -> Callable[..., Any]:
     function, starts, is_persistent = method.function, method.starts, method.is_persistent
-    is_collective, frees = not method.ends, method.name in ("Free", "Disconnect")
+    is_collective, frees, place = not method.ends, method.name in ("Free", "Disconnect"), method.status_place
 
     def watched_call(self: Any, *args: Any, **keywords: Any) -> Any:
         call = ProgramCall(self, method, args, keywords)
@@ -424,10 +425,10 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
                 return _watched_request(function(self, *args, **keywords), call)
             status = None
             if call.unknown:
-                status = method.status.of(args, keywords)  # type: ignore[union-attr]
+                status = args[place] if len(args) > place else keywords.get("status")
                 if status is None:
-                    status = MPI.Status()
-                    args, keywords = args[: method.status.place], keywords | {"status": status}  # type: ignore[union-attr]
+                    status = self.counter.status
+                    args, keywords = args[:place], {**keywords, "status": status}
             result = _during(call, function, self, *args, **keywords)
         except BaseException:
             self.counter.is_ordered = False
