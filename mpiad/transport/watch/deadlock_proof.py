@@ -3,9 +3,9 @@
 A look is a set of states that the ranks send when they are asked. Let W be the ranks with the same waits in two looks, the
 second of which began after the first had ended, and T a moment between them. The argument has three parts.
 
-1. *The counts are those at T.* A rank counts a message before it starts to send it, and a receive before it starts it; if
-   the sender or the tag is any one, it counts the message in its place when it has been received. So the counts of a rank
-   in W don't change while it waits, and a state contains the counts that were read before its waits.
+1. *The counts are those at T.* A rank counts a message before it starts to send it, and a receive before it starts it. A
+   receive from any rank or with any tag is counted once more, with the rank and the tag of its message, when it has ended.
+   So the counts of a rank in W don't change while it waits, and a state contains counts that were read before its waits.
 2. *Nothing that could match is on its way.* Messages between two ranks with the same communicator and tag are received in
    the order in which they are sent. So the n-th receive is matched if the sender has counted n messages, received or not,
    and the n-th message is matched if the receiver has counted n receives. Receives from any rank or with any tag, whose
@@ -77,12 +77,12 @@ class ThreadWait(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The numbers of a rank's calls on a communicator, with ranks in the world; `sent` is None if an order is unknown."""
+    """The numbers of a rank's calls on a communicator, with ranks in the world; `sends` is None if an order is unknown."""
 
     collectives: int = 0
     recent: tuple[str, ...] = ()  # the names of the last collectives
-    sent: Mapping[Stream, int] | None = None
-    received: Mapping[Stream, int] = {}  # noqa: RUF012  # with any rank or any tag in a stream: receives of unknown messages
+    sends: Mapping[Stream, int] | None = None
+    receives: Mapping[Stream, int] = {}  # noqa: RUF012  # with any rank or any tag in a stream: receives of unknown messages
     requests: int = 0  # receives with a rank and a tag that have been started by nonblocking calls
 
     def differs(self, operation: Operation) -> bool:
@@ -94,12 +94,12 @@ class Counts(NamedTuple):
 class Counter:
     """Counts this rank's calls on a communicator."""
 
-    __slots__ = ("collectives", "is_ordered", "received", "recent", "requests", "sent", "status", "thread")
+    __slots__ = ("collectives", "is_ordered", "receives", "recent", "requests", "sends", "status", "thread")
 
     def __init__(self) -> None:
         self.collectives, self.requests, self.is_ordered = 0, 0, True
         self.recent = deque[str](maxlen=_RECENT)
-        self.sent, self.received = dict[Stream, int](), dict[Stream, int]()
+        self.sends, self.receives = dict[Stream, int](), dict[Stream, int]()
         self.thread: int | None = None
         self.status = MPI.Status()  # for calls without one; if several threads use it, the order is unknown anyway
 
@@ -111,11 +111,11 @@ class Counter:
 
     def send(self, stream: Stream) -> int:
         """Count a message before it starts; return its number in the stream."""
-        return self._count(self.sent, stream)
+        return self._count(self.sends, stream)
 
     def receive(self, stream: Stream, is_request: bool) -> int:
         """Count a receive before it starts; return its number as that of an `Operation`."""
-        number = self._count(self.received, stream)
+        number = self._count(self.receives, stream)
         if is_open(stream):
             return self.requests
         self.requests += is_request
@@ -132,7 +132,7 @@ class Counter:
 
     def move(self, stream: Stream, to: Stream | None) -> None:
         """Count a receive in another stream; in none if it has received nothing."""
-        received = self.received
+        received = self.receives
         received[stream] = received.get(stream, 0) - 1
         if to in received:
             received[to] += 1
@@ -141,11 +141,11 @@ class Counter:
 
     def counts(self, members: Sequence[Rank]) -> Counts:
         """Return the counts; `members`: the ranks in the world."""
-        sent, received = (
+        sends, receives = (
             {(members[peer] if peer >= 0 else peer, tag): count for (peer, tag), count in counts.copy().items()}
-            for counts in (self.sent, self.received)
+            for counts in (self.sends, self.receives)
         )
-        return Counts(self.collectives, tuple(self.recent), sent if self.is_ordered else None, received, self.requests)
+        return Counts(self.collectives, tuple(self.recent), sends if self.is_ordered else None, receives, self.requests)
 
 
 def _family(name: str) -> str:
@@ -164,21 +164,21 @@ def _counts(states: Sequence[State | None], rank: Rank, operation: Operation) ->
 def _is_known(states: Sequence[State | None], rank: Rank, operation: Operation) -> bool:
     """Return whether the calls of a rank that an operation depends on have been counted."""
     counts = _counts(states, rank, operation)
-    return counts is not _UNKNOWN if operation.kind == COLLECTIVE else counts.sent is not None
+    return counts is not _UNKNOWN if operation.kind == COLLECTIVE else counts.sends is not None
 
 
 def _is_matched(states: Sequence[State | None], rank: Rank, operation: Operation) -> bool:
     """Return whether the other end of a message has begun, as far as is known."""
     tag, number, mine = operation.tag, operation.number, _counts(states, rank, operation)
     if operation.kind == SEND:
-        received = _counts(states, operation.peers[0], operation).received
+        received = _counts(states, operation.peers[0], operation).receives
         return number <= sum(received.get((peer, of), 0) for peer in (rank, _ANY_SOURCE) for of in (tag, _ANY_TAG))
     if operation.is_open and number != mine.requests:  # later receives could also match its message
         return True
     for peer in operation.peers:
-        sent = _counts(states, peer, operation).sent or {}
+        sent = _counts(states, peer, operation).sends or {}
         for of in [of for dest, of in sent if dest == rank] if tag == _ANY_TAG else [tag]:
-            needed = mine.received.get((peer, of), 0) + 1 if operation.is_open else number
+            needed = mine.receives.get((peer, of), 0) + 1 if operation.is_open else number
             if sent.get((rank, of), 0) >= needed:
                 return True
     return False

@@ -72,7 +72,7 @@ def test_requests(comm: Any, rank: int, size: int) -> None:
 def counts(comm: Any) -> Counts:
     """Return the present counts, without streams in which nothing is counted."""
     present = program_calls.counts()[comm.key]
-    return present._replace(received={stream: count for stream, count in present.received.items() if count})
+    return present._replace(receives={stream: count for stream, count in present.receives.items() if count})
 
 
 @pytest.mark.also_on(2)
@@ -80,11 +80,11 @@ def test_messages_are_counted_before_sends_and_receives(comm: Any, rank: int, si
     x, y = np.zeros(1), np.zeros(1)
     right, left = (rank + 1) % size, (rank - 1) % size
     receive = comm.Irecv(y, left, 9)
-    assert counts(comm).received == {(left, 9): 1} and counts(comm).requests == 1
+    assert counts(comm).receives == {(left, 9): 1} and counts(comm).requests == 1
     comm.Send(x, dest=right, tag=9)
     receive.Wait()
     comm.Sendrecv(x, right, 7, y, left, 8 if size == 9 else 7)
-    assert counts(comm).sent == {(right, 9): 1, (right, 7): 1} and counts(comm).received == {(left, 9): 1, (left, 7): 1}
+    assert counts(comm).sends == {(right, 9): 1, (right, 7): 1} and counts(comm).receives == {(left, 9): 1, (left, 7): 1}
     assert watched(comm.bare).key == comm.key  # messages may be sent by one of them, and received by the other
 
 
@@ -98,30 +98,30 @@ def test_messages_whose_source_or_tag_is_not_known_are_counted_when_they_are_rec
         lambda: comm.irecv(source=rank).wait(),
         lambda: program_calls._REQUESTS[MPI.Request].waitall([comm.irecv()]),
     ):
-        before = counts(comm).received.get((rank, 4), 0)
+        before = counts(comm).receives.get((rank, 4), 0)
         request = comm.isend(1, rank, 4)
         comm.probe()
-        assert counts(comm).received.get((rank, 4), 0) == before
+        assert counts(comm).receives.get((rank, 4), 0) == before
         receive()
         request.wait()
-        assert counts(comm).received == {(rank, 4): before + 1}
-    assert comm.improbe(rank, 4) is None and counts(comm).received == {(rank, 4): before + 1}
+        assert counts(comm).receives == {(rank, 4): before + 1}
+    assert comm.improbe(rank, 4) is None and counts(comm).receives == {(rank, 4): before + 1}
     pending = comm.irecv()
-    assert counts(comm).received[MPI.ANY_SOURCE, MPI.ANY_TAG] == 1
+    assert counts(comm).receives[MPI.ANY_SOURCE, MPI.ANY_TAG] == 1
     comm.isend(1, rank, 4).wait()
     while not pending.test()[0]:
         pass
-    assert counts(comm).received[MPI.ANY_SOURCE, MPI.ANY_TAG] == 1  # a test doesn't tell which message it was
+    assert counts(comm).receives[MPI.ANY_SOURCE, MPI.ANY_TAG] == 1  # a test doesn't tell which message it was
 
 
 def test_starts_of_persistent_requests_are_counted(comm: Any, rank: int) -> None:
     x, y = np.zeros(1), np.zeros(1)
     requests = [comm.Send_init(x, rank, 2), comm.Recv_init(y, rank, MPI.ANY_TAG)]
     for k in range(2):
-        assert counts(comm).received == ({(rank, 2): k} if k else {})
+        assert counts(comm).receives == ({(rank, 2): k} if k else {})
         requests[0].Start()
         requests[1].Start()
-        assert counts(comm).sent == {(rank, 2): k + 1} and counts(comm).received[rank, MPI.ANY_TAG] == 1
+        assert counts(comm).sends == {(rank, 2): k + 1} and counts(comm).receives[rank, MPI.ANY_TAG] == 1
         program_calls._REQUESTS[MPI.Request].Waitall(requests)
     for request in requests:
         request.Free()
@@ -133,7 +133,7 @@ def test_an_end_without_a_partner_is_not_counted(comm: Any, rank: int, size: int
     receive = comm.Irecv(np.zeros(1))
     comm.Sendrecv_replace(x, right, 3, MPI.PROC_NULL)
     receive.Wait()
-    assert counts(comm).sent == {(right, 3): 1} and sum(counts(comm).received.values()) == 1
+    assert counts(comm).sends == {(right, 3): 1} and sum(counts(comm).receives.values()) == 1
     call = comm.Isendrecv_replace(x, MPI.PROC_NULL, 0, MPI.PROC_NULL).call
     assert call.operations() == []
 
@@ -147,7 +147,7 @@ def test_nothing_is_known_without_the_order_of_messages(comm: Any, event: str, m
         request.wait()
 
     message()
-    assert counts(comm).sent == {(0, 4): 1}
+    assert counts(comm).sends == {(0, 4): 1}
     if event == "exception":
         with pytest.raises(TypeError):
             comm.Send(object(), 0, 4)
@@ -165,7 +165,7 @@ def test_nothing_is_known_without_the_order_of_messages(comm: Any, event: str, m
             message(tag)
     else:
         message(dest=np.array(0))
-    assert counts(comm).sent is None
+    assert counts(comm).sends is None
 
 
 def test_the_world_is_pickled_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +195,14 @@ def test_collectives_are_compared_in_debug_mode(rank: int, size: int) -> None:
 Table = dict[Stream, int] | None
 
 
-def calls(sent: Table = {}, received: Table = {}, collectives: int = 0, recent: tuple[str, ...] = (), **more: int) -> Any:  # noqa: B006
+def calls(sends: Table = {}, receives: Table = {}, collectives: int = 0, recent: tuple[str, ...] = (), **more: int) -> Any:  # noqa: B006
     """Return the counts of a rank in its state."""
-    return {"counts": {1: Counts(collectives, recent, sent, received or {}, **more)}}
+    return {"counts": {1: Counts(collectives, recent, sends, receives or {}, **more)}}
 
 
 def waits(*operations: Operation, any_suffices: bool = False, **counted: Any) -> State:
     """Return the state of a rank with one thread, which waits; by default it has counted its operations."""
-    for kind, table in ((SEND, "sent"), (RECEIVE, "received")):
+    for kind, table in ((SEND, "sends"), (RECEIVE, "receives")):
         streams = {(op.peers[0] if len(op.peers) == 1 else -2, op.tag): 1 for op in operations if op.kind == kind}
         counted[table] = counted.get(table, streams)
     counted["collectives"] = counted.get(
@@ -267,28 +267,28 @@ def test_ranks_that_cannot_go_on(states: list[State | None], expected: set[int])
     ("states", "expected"),
     [
         # Messages in flight: rank 1 has sent, without waiting until rank 0 has received.
-        ([waits(receive(1)), waits(receive(0), sent={(0, 0): 1})], set()),
-        ([waits(receive(0, 1)), waits(receive(0), sent={(0, 0): 1})], set()),
-        ([waits(receive(1, tag=ANY)), waits(receive(0), sent={(0, 5): 1})], set()),
-        ([waits(receive(1)), LEFT | calls(sent={(0, 0): 1})], {1}),
+        ([waits(receive(1)), waits(receive(0), sends={(0, 0): 1})], set()),
+        ([waits(receive(0, 1)), waits(receive(0), sends={(0, 0): 1})], set()),
+        ([waits(receive(1, tag=ANY)), waits(receive(0), sends={(0, 5): 1})], set()),
+        ([waits(receive(1)), LEFT | calls(sends={(0, 0): 1})], {1}),
         # They have been received: by earlier receives, or by one of a request.
-        ([waits(receive(1, number=2)), waits(receive(0), sent={(0, 0): 1})], {0, 1}),
-        ([waits(receive(0, 1), received={(1, 0): 1}), waits(receive(0), sent={(0, 0): 1})], {0, 1}),
-        ([waits(receive(0, 1), received={(1, 0): 1}), waits(receive(0), sent={(0, 0): 2})], set()),
+        ([waits(receive(1, number=2)), waits(receive(0), sends={(0, 0): 1})], {0, 1}),
+        ([waits(receive(0, 1), receives={(1, 0): 1}), waits(receive(0), sends={(0, 0): 1})], {0, 1}),
+        ([waits(receive(0, 1), receives={(1, 0): 1}), waits(receive(0), sends={(0, 0): 2})], set()),
         # They have another tag, another receiver.
-        ([waits(receive(1)), waits(receive(0), sent={(0, 3): 1})], {0, 1}),
-        ([waits(receive(1)), waits(receive(0), sent={(1, 0): 1})], {0, 1}),
+        ([waits(receive(1)), waits(receive(0), sends={(0, 3): 1})], {0, 1}),
+        ([waits(receive(1)), waits(receive(0), sends={(1, 0): 1})], {0, 1}),
         # A receive of an unknown message, which a request has started before another request: it may be that of the latter.
-        ([waits(receive(0, 1), received={(1, 0): 1}, requests=1), waits(receive(0), sent={(0, 0): 1})], set()),
+        ([waits(receive(0, 1), receives={(1, 0): 1}, requests=1), waits(receive(0), sends={(0, 0): 1})], set()),
         # Acknowledgements in flight: the message has been received, possibly by a receive from any rank.
-        ([waits(send(1)), waits(receive(0, tag=3), received={(0, 0): 1})], set()),
-        ([waits(send(1, number=2)), waits(receive(0, tag=3), received={(0, 0): 1})], {0, 1}),
-        ([waits(send(1)), waits(receive(0, tag=3), received={(FROM_ANY, 0): 1})], set()),
-        ([waits(send(1)), waits(receive(0, tag=3), received={(0, ANY): 1})], set()),
-        ([waits(send(1)), waits(receive(0, tag=3), received={(FROM_ANY, 3): 1})], {0, 1}),
+        ([waits(send(1)), waits(receive(0, tag=3), receives={(0, 0): 1})], set()),
+        ([waits(send(1, number=2)), waits(receive(0, tag=3), receives={(0, 0): 1})], {0, 1}),
+        ([waits(send(1)), waits(receive(0, tag=3), receives={(FROM_ANY, 0): 1})], set()),
+        ([waits(send(1)), waits(receive(0, tag=3), receives={(0, ANY): 1})], set()),
+        ([waits(send(1)), waits(receive(0, tag=3), receives={(FROM_ANY, 3): 1})], {0, 1}),
         # Counts that aren't known: of the receiver, of the sender, and of a communicator that a rank has freed.
-        ([waits(receive(1), sent=None), waits(receive(0))], set()),
-        ([waits(receive(1)), waits(receive(0), sent=None)], set()),
+        ([waits(receive(1), sends=None), waits(receive(0))], set()),
+        ([waits(receive(1)), waits(receive(0), sends=None)], set()),
         ([waits(receive(1)), waits(receive(0)) | {"counts": {}}], set()),
         ([IN_BCAST, LEFT | {"counts": {}}], {1}),
     ],
