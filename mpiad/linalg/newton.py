@@ -304,6 +304,11 @@ class NonlinearProblem(NamedTuple):
     start: LocalArray
     jacobian: Problem  # the linear system with the Jacobian; its leaves are u and the leaves of the parameters
 
+    def with_rtol(self, rtol: float) -> NonlinearProblem:
+        """Return the problem with smaller tolerances, if the present ones are larger."""
+        settings = self.settings._replace(rtol=min(rtol, self.settings.rtol), atol=0.0)
+        return self._replace(settings=settings, jacobian=self.jacobian.with_rtol(rtol))
+
     def at(self, all_leaves: Tree) -> LocalArray:
         """Return the residual, given u and the leaves of the parameters; an enclosing trace records the computation."""
         return self.residual(*self.jacobian.build(all_leaves))

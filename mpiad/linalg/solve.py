@@ -71,6 +71,10 @@ class Problem(NamedTuple):
         """Return the problem for a tangent: the same operator, with zero as the initial guess."""
         return self._replace(start=None, settings=self.settings._replace(callback=None, reported=False, probe=False))
 
+    def with_rtol(self, rtol: float) -> Problem:
+        """Return the problem with a smaller tolerance, if the present one is larger."""
+        return self._replace(settings=self.settings._replace(rtol=min(rtol, self.settings.rtol), atol=0.0, maxiter=None))
+
     @property
     def hermitian(self) -> bool:
         """Whether the method requires a symmetric or Hermitian operator."""

@@ -35,7 +35,7 @@ class Run:
     def __init__(self, world: Any, seed: int):
         self.random, self.world = random.Random(seed), world
         # Other tags than in the programs before and after, in which other ranks may be.
-        self.comms, self.tag, self.pending = [world], 100 * (seed % 10_000), []
+        self.comms, self.tag, self.pending = [world], 100 * (seed % 50), []
 
     def execute(self) -> None:
         """Execute all steps, and complete the pending requests."""

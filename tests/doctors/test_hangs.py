@@ -32,6 +32,14 @@ def test_a_hang_is_explained(program: wrong_programs.WrongProgram) -> None:
     assert program.environment or latest <= 2 * slowdown()
 
 
+@pytest.mark.launches
+@pytest.mark.parametrize("source", ["any", "one"])
+@pytest.mark.unguarded
+def test_a_message_in_flight_is_not_taken_for_a_missing_one(source: str) -> None:
+    job = launch.run_captured(2, [str(Path(__file__).parent / "late_delivery.py"), source], limit=30)
+    assert job.returncode == 0 and job.stdout.split() == ["received", "1"], job.stderr
+
+
 @pytest.mark.serial
 def test_there_are_enough() -> None:
     assert len(PROGRAMS) >= AT_LEAST

@@ -167,6 +167,75 @@ def test_a_solve_with_steps_of_its_own_is_not_checked(rank, size):
     assert not report.findings and report.unchecked >= size
 
 
+def test_solves_are_checked_whatever_their_tolerance_is(rank, size):
+    squared = primitive(lambda x: x * x)
+    defvjp(squared, lambda ans, x: lambda g: 2.02 * x * g)  # it should be 2 x g
+
+    def solved(x, square):
+        def matvec(u, x):
+            return (2.0 + square(x) + np.arange(6)) * u + 0.1 * (anp.roll(u, 1) + anp.roll(u, -1))
+
+        return anp.sum(mpiad.linalg.solve(matvec, anp.sin(x) + 1, x, rtol=1e-3) ** 3)
+
+    def root(x, square):
+        return anp.sum(mpiad.linalg.newton(lambda u, x: 3 * u + u**3 - square(x), np.zeros(6), x, rtol=1e-3) ** 2)
+
+    for fun, name in ((solved, "solution"), (root, "root")):
+        report = diagnose(fun, x_of(rank), lambda x: x**2)
+        assert not report.findings and not report.unchecked
+        report = diagnose(fun, x_of(rank), squared)
+        assert [(each.rank, each.operation) for each in report.findings] == [(r, name) for r in range(size)]
+        assert all(1e-3 < each.error < 2e-2 for each in report.findings)
+
+
+def test_a_solve_that_cannot_be_more_accurate_raises_no_alarm(rank):
+    vectors, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((6, 6)))
+    matrix = vectors @ np.diag(np.logspace(0, 10, 6)) @ vectors.T
+
+    def loss(x):
+        def matvec(u, x):
+            return anp.dot(matrix, (2 + anp.sin(x)) * u)
+
+        return anp.sum(
+            mpiad.linalg.solve(matvec, x + 2, x, rtol=1e-2, method="bicgstab", comm=wrong_adjoints.MPI.COMM_SELF)
+        )
+
+    assert not diagnose(loss, np.linspace(0.3, 1.0, 6)).findings
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_functions_of_other_frameworks(rank, size, package):
+    module = pytest.importorskip(package)
+    if package == "jax":
+        module.config.update("jax_enable_x64", True)
+        wrong = module.custom_vjp(lambda x: x * x)
+        wrong.defvjp(lambda x: (x * x, x), lambda x, g: (2.02 * x * g,))  # it should be 2 x g
+        wrap, sin = mpiad.interop.from_jax, module.numpy.sin
+    else:
+
+        class Wrong(module.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * x
+
+            @staticmethod
+            def backward(ctx, g):
+                return 2.02 * ctx.saved_tensors[0] * g  # it should be 2 x g
+
+        wrap, sin, wrong = mpiad.interop.from_torch, module.sin, Wrong.apply
+    right, faulty = wrap(lambda x, y: sin(x) * y), wrap(lambda x, y: sin(x) * wrong(y))
+
+    def loss(x, function):
+        return mpiad.mpi_allreduce(anp.sum(function(x, anp.cos(x)) * x))
+
+    report = diagnose(loss, x_of(rank), right)
+    assert not report.findings and not report.unchecked
+    report = diagnose(loss, x_of(rank), faulty)
+    assert [(each.rank, each.argument) for each in report.findings] == [(r, 1) for r in range(size)]
+    assert "test_diagnosis.py" in report.findings[0].line and report.findings[0].error == pytest.approx(0.01, rel=0.3)
+
+
 def test_branches_are_reported(rank, size):
     x = x_of(rank)
 

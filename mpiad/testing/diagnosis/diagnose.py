@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,50 +30,13 @@ from mpiad.differentiation.objective import PendingError, problem_with, raise_ev
 from mpiad.differentiation.trace import Traced, variables_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
-from mpiad.testing.diagnosis.record import Problem, Record, Step
+from mpiad.testing.diagnosis.record import Record, WrongAdjoint
 from mpiad.testing.diagnosis.runs import Program
 from mpiad.testing.diagnosis.search import Search
 from mpiad.transport import channel
 from mpiad.transport.core.random_keys import shared_key
 
 _CALL = "diagnose"
-
-
-class WrongAdjoint(NamedTuple):
-    """An operation whose adjoint is wrong.
-
-    Attributes
-    ----------
-    rank : int
-        The rank, in the communicator of `diagnose`, whose cotangent is wrong.
-    line : str
-        The line of the program that calls the operation, such as ``"model.py:12 in loss"``.
-    operation : str
-        The name of the operation, such as ``"multiply"``, ``"mpi_bcast"`` or the name of a custom operator.
-    argument : int or None
-        The position of the argument whose cotangent is wrong; None if only the cotangents of several arguments together
-        are, or if the operation can't be executed alone, such as a message.
-    error : float
-        The size of the error, relative to the larger of the two sides of the balance.
-    text : str
-        A description.
-
-    Examples
-    --------
-    >>> from mpiad.extend import custom_operator, defvjp
-    >>> wrong = custom_operator(lambda x: x**2)
-    >>> defvjp(wrong, lambda ans, x: lambda g: 2.02 * x * g)  # it should be 2 x g
-    >>> finding = mpiad.testing.diagnose(wrong, 3.0).findings[0]
-    >>> print(finding.argument, round(finding.error, 3))
-    0 0.01
-    """
-
-    rank: int
-    line: str
-    operation: str
-    argument: int | None
-    error: float
-    text: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,7 +135,7 @@ def diagnose(
     """
     group = channel(comm, _CALL)
     key = shared_key(rng, group, _CALL)
-    program, record = Program(fun, args, argnum, variables_of(args, argnum, _CALL, shared)), Record()
+    program, record = Program(fun, args, argnum, variables_of(args, argnum, _CALL, shared)), Record(group.rank)
     run = program.run(program.x, record.visit, keeps_adjoints=True)
     problem = run.problem or _problem_with(run, cotangents)
     if any(group.data.allgather(problem is not None)):
@@ -181,20 +143,13 @@ def diagnose(
     record.match(group, _CALL)
     record.run_backward(run.recording, _seeds(run, cotangents), len(program.x))
     del run
-    outcome = Search(program, record, group, key).run()
-    findings = [_finding(group.rank, record.steps[problem.step], problem) for problem in outcome.problems]
-    branches, unrepeatable = (
-        tuple([f"rank {rank}: {text}" for rank, texts in enumerate(group.data.allgather(each)) for text in texts])
-        for each in (outcome.branches, outcome.unrepeatable)
+    search = Search(program, record, group, key)
+    search.run()
+    findings, branches, unrepeatable = (
+        tuple(chain.from_iterable(group.data.allgather(each)))
+        for each in (record.largest_errors(), list(search.branches), search.unrepeatable)
     )
-    everyones = tuple(chain.from_iterable(group.data.allgather(findings)))
-    return Diagnosis(everyones, branches, unrepeatable, outcome.checked, outcome.unchecked)
-
-
-def _finding(rank: int, step: Step, problem: Problem) -> WrongAdjoint:
-    place = "" if problem.argument is None else f", argument {problem.argument}"
-    text = f"rank {rank}, {step.site}: {step.name} {problem.text}{place}"
-    return WrongAdjoint(rank, step.site.text, step.name, problem.argument, problem.error, text)
+    return Diagnosis(findings, branches, unrepeatable, search.checked, search.unchecked)
 
 
 def _problem_with(run: Traced, cotangents: Tree) -> PendingError | None:

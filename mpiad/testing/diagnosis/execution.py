@@ -9,6 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
+from mpiad.errors import ConvergenceError
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, map_leaves
 from mpiad.testing.derivative_checks import noise_like
@@ -42,6 +43,22 @@ class Execution:
     def __init__(self, call: Call, ans: Array):
         self.call, self.ans = call._replace(args=map_leaves(_copied, call.args)), map_leaves(_copied, ans)
         self.varies = False  # whether the result has depended on the arguments
+        self.tolerance = 0.0  # of a solve
+
+    def solve_accurately(self) -> None:
+        """Solve again, if the operation is a linear or nonlinear solve, with a small tolerance of the residual.
+
+        The derivatives of a solution are those of the exact one. That of the program may have a larger error.
+        """
+        problem: Any = self.call.params.get("problem") if isinstance(self.call.params, dict) else None
+        if not hasattr(problem, "with_rtol"):
+            return
+        rtol = eps_of(self.ans) ** (2 / 3)
+        accurate = self.call._replace(params={"problem": problem.with_rtol(rtol)})
+        try:
+            self.ans, self.call, self.tolerance = map_leaves(_copied, accurate.run(accurate.args)), accurate, rtol
+        except ConvergenceError:  # on all ranks, for example since the system is ill-conditioned
+            self.tolerance = problem.settings.rtol
 
     def interval(self, moving: Sequence[int], rng: np.random.Generator, is_uniform: bool) -> _Interval:
         """Return the interval for a random g, and a direction d that is zero except for the arguments in `moving`."""
@@ -53,7 +70,7 @@ class Execution:
             pulled = self.call.pull(self.ans)(g)
             parts = {k: without_autograds_sparse_form(part) for k, part in zip(argnums, pulled) if part is not None}
             adjoint = sum([product(part, directions[k]) for k, part in parts.items() if k in directions])
-            eps = max([eps_of(self.ans), *[eps_of(args[k]) for k in argnums]])
+            eps = max([self.tolerance, eps_of(self.ans), *[eps_of(args[k]) for k in argnums]])
             step = eps**0.4
             before, here, after = (self._products(g, (t, directions)) for t in (-step, 0.0, step))
             slopes = [(after - here).real / step, (here - before).real / step]
@@ -111,6 +128,8 @@ def adjoint_errors(
             errors.append(_Interval(*np.sum(gather(interval), axis=0)).error())
         return max(errors)
 
+    if execution is not None:
+        execution.solve_accurately()
     total = error(participants)
     if total == 0.0:
         return []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -110,10 +111,38 @@ class Term(NamedTuple):
     rounding: float
 
 
-class Problem(NamedTuple):
-    """What is wrong with a step's adjoint."""
+class WrongAdjoint(NamedTuple):
+    """An operation whose adjoint is wrong.
 
-    step: int
+    Attributes
+    ----------
+    rank : int
+        The rank, in the communicator of `diagnose`, whose cotangent is wrong.
+    line : str
+        The line of the program that calls the operation, such as ``"model.py:12 in loss"``.
+    operation : str
+        The name of the operation, such as ``"multiply"``, ``"mpi_bcast"`` or the name of a custom operator.
+    argument : int or None
+        The position of the argument whose cotangent is wrong; None if only the cotangents of several arguments together
+        are, or if the operation can't be executed alone, such as a message.
+    error : float
+        The size of the error, relative to the larger of the two sides of the balance.
+    text : str
+        A description.
+
+    Examples
+    --------
+    >>> from mpiad.extend import custom_operator, defvjp
+    >>> wrong = custom_operator(lambda x: x**2)
+    >>> defvjp(wrong, lambda ans, x: lambda g: 2.02 * x * g)  # it should be 2 x g
+    >>> finding = mpiad.testing.diagnose(wrong, 3.0).findings[0]
+    >>> print(finding.argument, round(finding.error, 3))
+    0 0.01
+    """
+
+    rank: int
+    line: str
+    operation: str
     argument: int | None
     error: float
     text: str
@@ -122,9 +151,10 @@ class Problem(NamedTuple):
 class Record:
     """The steps of the program at x and the weights of their values."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.steps: list[Step] = []
-        self.problems: list[Problem] = []
+        self._rank = rank
+        self._errors: list[tuple[int, WrongAdjoint]] = []  # with the places of their steps
         self.weights: list[Tree] = []
         self.weights_of: list[list[int]] = []  # the places of each step's weights
         self._counter = _KeyCounter()
@@ -139,6 +169,20 @@ class Record:
         self.steps.append(step)
         self._values.append(value if eps else None)
         self.weights_of.append([])
+
+    def note(self, index: int, argument: int | None, error: float, text: str) -> None:
+        """Note what is wrong with a step's adjoint."""
+        step, place = self.steps[index], "" if argument is None else f", argument {argument}"
+        text = f"rank {self._rank}, {step.site}: {step.name} {text}{place}"
+        self._errors.append((index, WrongAdjoint(self._rank, step.site.text, step.name, argument, error, text)))
+
+    def largest_errors(self) -> list[WrongAdjoint]:
+        """Return the largest error of each operation and line, in the order of the program."""
+        largest: dict[tuple[str, str], WrongAdjoint] = {}
+        for _, wrong in sorted(self._errors, key=itemgetter(0)):
+            key = wrong.operation, wrong.line
+            largest[key] = max(largest.get(key, wrong), wrong, key=attrgetter("error"))
+        return list(largest.values())
 
     def step_of(self, index: int, call: Call) -> Step | None:
         """Return the step that a call in another run repeats, None if the call is of another operation."""
@@ -181,10 +225,10 @@ class Record:
                 size = norm(g)
                 self._add(index, g, size, step, 0)
                 if norm(value) != step.norm == step.norm:
-                    self.problems.append(Problem(index, None, 1.0, "returns an array that was overwritten afterwards"))
+                    self.note(index, None, 1.0, "returns an array that was overwritten afterwards")
             parts = tuple([without_autograds_sparse_form(part) for part in pull(g)])
             if size == size != norm(g):
-                self.problems.append(Problem(index, None, 1.0, "has an adjoint that overwrites its argument"))
+                self.note(index, None, 1.0, "has an adjoint that overwrites its argument")
             for k, (parent, part) in enumerate(zip(inputs, parts)):
                 if part is not None and self._values[parent] is not None:
                     argument = step.argnums[k] if k < len(step.argnums) else None
@@ -194,9 +238,9 @@ class Record:
                     shape = None if isinstance(of, (tuple, list, dict)) else np.shape(of)
                     if shape is not None and shape != getattr(part, "shape", ()):
                         text = f"has an adjoint that returns an array of shape {np.shape(part)} for one of shape {shape}"
-                        self.problems.append(Problem(index, argument, 1.0, text))
+                        self.note(index, argument, 1.0, text)
                     elif math.isfinite(size) and not math.isfinite(part_size):
-                        self.problems.append(Problem(index, argument, math.inf, "has an adjoint that isn't finite"))
+                        self.note(index, argument, math.inf, "has an adjoint that isn't finite")
             return parts
 
         return pulled

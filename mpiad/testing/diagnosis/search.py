@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.testing.diagnosis.execution import RTOL, AdjointError, Execution, adjoint_errors
-from mpiad.testing.diagnosis.record import Key, Problem, Products, Record, Term
+from mpiad.testing.diagnosis.record import Key, Products, Record, Term
 from mpiad.testing.diagnosis.runs import Call, Program
 from mpiad.testing.diagnosis.vectors import direction_like, moved, norm
 from mpiad.transport import Channel
@@ -19,14 +19,8 @@ from mpiad.transport.core.random_keys import generator_of
 _DIRECTIONS = 2
 
 
-class Outcome(NamedTuple):
-    """Problems, branches and unrepeatable lines of this rank, and the numbers of balances of all ranks."""
-
-    problems: list[Problem]
-    branches: list[str]
-    unrepeatable: list[str]
-    checked: int
-    unchecked: int
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 class Balances(NamedTuple):
@@ -92,7 +86,7 @@ class Search:
     def __init__(self, program: Program, record: Record, group: Channel, key: int):
         self.program, self.record, self.group, self.key = program, record, group, key
         self.gather: Callable[[Any], list[Any]] = group.data.allgather
-        self.branches, self.unrepeatable = dict[str, None](), ""
+        self.branches, self.unrepeatable = dict[str, None](), list[str]()  # each text begins with the rank
         self.inseparable = 0  # the number of suspects that can't be executed alone
         self.steps: dict[Key, list[int]] = {}  # the steps of a balance on this rank
         for index, step in enumerate(record.steps):
@@ -109,8 +103,8 @@ class Search:
         self.h = max(self.gather(eps)) ** (1 / 3)
         self.tangents: list[Array] = []  # of the products, by step h
 
-    def run(self) -> Outcome:
-        """Return the outcome, on all ranks."""
+    def run(self) -> None:
+        """Search on all ranks, and count the balances that are checked."""
         self._run_nearby(self.h)
         local, common = self._balances()
         if any(self.gather(bool(local.suspects() or common.suspects()))):
@@ -119,10 +113,9 @@ class Search:
             self._examine(local, common)
         variables = range(len(self.program.x))
         known = int(np.sum(local.where(lambda key: key not in variables).known())) - self.inseparable
-        checked = sum(self.gather(known)) + int(np.sum(common.known()))
+        self.checked = sum(self.gather(known)) + int(np.sum(common.known()))
         count = sum(self.gather(sum(isinstance(key, int) and key not in variables for key in self.steps)))
-        unrepeatable = [self.unrepeatable] if self.unrepeatable else []
-        return Outcome(self._problems(), list(self.branches), unrepeatable, checked, count + len(common.keys) - checked)
+        self.unchecked = count + len(common.keys) - self.checked
 
     def _run_nearby(self, h: float) -> None:
         """Compute the derivatives of all products along the directions, by differences of runs."""
@@ -134,7 +127,7 @@ class Search:
                 self.program.run([moved(x, step, d) for x, d in zip(self.program.x, directions)], products.visit)
                 products.end()
                 if products.branch:
-                    self.branches[products.branch] = None
+                    self.branches[f"rank {self.group.rank}: {products.branch}"] = None
                 ends.append(products.values)
             tangents.append((ends[0] - ends[1]) / (2 * h))
         self.tangents.append(np.stack(tangents, axis=-1))
@@ -165,33 +158,28 @@ class Search:
             return
         keys = [local.keys[place] for place in places] + [common.keys[place] for place in common_places]
         executions = self._executions({index for key in keys for index in self.steps.get(key, ())})
-        is_repeatable = not any(self.gather(self.unrepeatable))
-        for place in places:
-            index = self.steps[local.keys[place]][0]
-            execution = executions.get(index)
-            if execution is not None:
-                participants = [(0, k) for k in execution.call.argnums]
-                errors = adjoint_errors(execution, participants, 0, lambda x: [x], self.key)
+        is_repeatable = not any(self.gather(bool(self.unrepeatable)))
+        every = [(local, place, 0, _alone) for place in places]
+        # If a rank doesn't reach an operation again, other ranks would wait for it.
+        every += [(common, place, self.group.rank, self.gather) for place in common_places if is_repeatable]
+        for balances, place, rank, gather in every:
+            indices = self.steps.get(balances.keys[place], [])
+            execution = executions.get(indices[0]) if len(indices) == 1 else None
+            if all(gather(not indices or execution is not None)):
+                traced = gather(() if execution is None else execution.call.argnums)
+                participants = [(member, k) for member, argnums in enumerate(traced) for k in argnums]
+                errors = adjoint_errors(execution, participants, rank, gather, self.key)
                 # The solve of an ensemble is recorded after it has run: executed again, it returns the same result, and its
                 # derivative is that for the steps it has taken.
-                if execution.varies or not np.any(local.sides[place, 0]):
-                    self._note(index, errors)
-                else:
-                    self.inseparable += 1
-            elif is_repeatable:
-                self._note(index, [AdjointError(None, None, local.error(place))])
-        # If a rank doesn't reach an operation again, other ranks would wait for it.
-        for place in common_places if is_repeatable else ():
-            indices = self.steps.get(common.keys[place], [])
-            execution = executions.get(indices[0]) if len(indices) == 1 else None
-            if all(self.gather(not indices or execution is not None)):
-                traced = self.gather(() if execution is None else execution.call.argnums)
-                participants = [(rank, k) for rank, argnums in enumerate(traced) for k in argnums]
-                errors = adjoint_errors(execution, participants, self.group.rank, self.gather, self.key)
+                varies = any(gather(execution is not None and execution.varies))
+                if not varies and np.any(balances.sides[place, 0]):
+                    errors, self.inseparable = [], self.inseparable + (gather is _alone)
             else:
-                errors = [AdjointError(None, None, common.error(place))]
-            if indices:
-                self._note(indices[0], [each for each in errors if each.rank in (self.group.rank, None)])
+                errors = [AdjointError(None, None, balances.error(place) if is_repeatable else 0.0)]
+            for each in errors if indices else ():
+                if each.rank in (rank, None) and each.error > 0.0:
+                    text = f"has an adjoint with a relative error of {each.error:.1e}"
+                    self.record.note(indices[0], each.argument, each.error, text)
 
     def _executions(self, indices: set[int]) -> dict[int, Execution]:
         """Run the function again at x, compare values with those of the first run, and return the calls of some steps."""
@@ -201,27 +189,10 @@ class Search:
             if self.unrepeatable:
                 return
             step = self.record.step_of(index, call)
-            if step is None:
-                self.unrepeatable = f"{call.name} at {call.site}"
-            elif step.rounding and abs(norm(value) - step.norm) > 1e4 * step.rounding:
-                self.unrepeatable = str(step)
+            if step is None or (step.rounding and abs(norm(value) - step.norm) > 1e4 * step.rounding):
+                self.unrepeatable.append(f"rank {self.group.rank}: {step or f'{call.name} at {call.site}'}")
             elif index in indices and step.is_separable:
                 executions[index] = Execution(call, value)
 
         self.program.run(self.program.x, visit)
         return executions
-
-    def _note(self, index: int, errors: list[AdjointError]) -> None:
-        for each in errors:
-            if each.error > 0.0:
-                text = f"has an adjoint with a relative error of {each.error:.1e}"
-                self.record.problems.append(Problem(index, each.argument, each.error, text))
-
-    def _problems(self) -> list[Problem]:
-        """Return the largest problem of each operation and line."""
-        largest: dict[tuple[str, calls.Site], Problem] = {}
-        for problem in sorted(self.record.problems, key=lambda problem: problem.step):
-            step = self.record.steps[problem.step]
-            key = step.name, step.site
-            largest[key] = max(largest.get(key, problem), problem, key=lambda each: each.error)
-        return list(largest.values())

@@ -1,12 +1,11 @@
 """The program's own calls of mpi4py, which take part in the watch: communicators and requests that record their calls.
 
 `watched` returns a communicator of a subclass of mpi4py's class. While one of its methods may wait, a `ProgramCall` is
-the thread's current wait. Nothing is computed from it before a report, so a call takes less than 2 µs longer.
-Constructors return watched communicators, and nonblocking calls return watched requests, which keep the call that started
-them. So reports contain the operations that each thread waits for, and those that are pending.
+the thread's current wait. Nothing but the counts of `deadlock_proof` is computed from it before a report, so a
+call takes less than 2 µs longer. Constructors return watched communicators, and nonblocking calls return watched requests,
+which keep the call that started them.
 
-`Waitall` and `Sendrecv` wait for one request after the other. So the operation of a wait is incomplete, and MPI can be
-asked which of the others are.
+`Waitall` and `Sendrecv` wait for one request after the other. So the operation of a wait is incomplete.
 
 Not watched are intercommunicators, windows, files, partitioned messages, `Idup`, `Create_group`, `Create_from_group`,
 `mpi4py.util.pkl5`, and libraries that receive the handle of a communicator. Tests and probes that don't wait aren't
@@ -19,14 +18,13 @@ import inspect
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
+from itertools import repeat
 from math import nan
 from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -34,58 +32,71 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Rank, Request, Status
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.calls import site_of
-from mpiad.transport.core.channels import cancel, named
+from mpiad.transport.core.channels import named
 from mpiad.transport.core.collectives import name_of
+from mpiad.transport.watch import deadlock_proof as proof
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
-from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, restore_wait, waits_by_thread
+from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
+from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, waits_by_thread
 
-COLLECTIVE, SEND, RECEIVE = "collective", "send", "receive"
+_PROC_NULL = MPI.PROC_NULL
+_CONSTRUCTORS = (
+    "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph "
+    "Create_dist_graph_adjacent Sub"
+).split()
+_ARRAY_COLLECTIVES = (
+    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
+    "Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall "
+    "Neighbor_alltoallv Neighbor_alltoallw"
+).split()
+_COLLECTIVES = {*_CONSTRUCTORS, *_ARRAY_COLLECTIVES, "Free", "Disconnect"}
+_COLLECTIVES |= {f"{start}{name.lower()}" for name in _ARRAY_COLLECTIVES for start in ("", "I")}
+_DIFFERENT = {"Iprobe", "iprobe", "Psend_init", "Precv_init", "Sendrecv", "sendrecv"}  # not watched, or by other calls
+# Collectives whose counts and types MPI requires to be equal on all ranks, except after `MPI.IN_PLACE`, and the argument.
+_COMPARED = {"Bcast": "buf", "Scatter": "recvbuf"} | dict.fromkeys(("Gather", "Allgather", "Alltoall"), "sendbuf")
+_COMPARED |= dict.fromkeys(("Reduce", "Allreduce", "Scan", "Exscan"), "sendbuf")
 
 
-class Operation(NamedTuple):
-    """An operation of MPI on one rank. `peers`: the ranks in the world that may take part.
+class _Parameter(NamedTuple):
+    """A parameter of a method."""
 
-    `comm`: a number that is equal on all ranks of the communicator. `tag`: of a collective its number on the communicator.
-    """
-
-    kind: str  # {"collective", "send", "receive"}
+    place: int
     name: str
-    comm: int
-    peers: tuple[Rank, ...]
-    tag: int
+    default: Any
 
-    @property
-    def family(self) -> str:
-        """The name of the collective, the same for calls that MPI may match."""
-        return self.name.lower().rstrip("vw").replace("clone", "dup")
-
-    def meets(self, rank: Rank, other: Operation, other_rank: Rank) -> bool:
-        """Return whether this operation of `rank` and another rank's operation are the two ends of a message."""
-        if self.kind == RECEIVE:
-            return other.kind == SEND and other.meets(other_rank, self, rank)
-        are_ends = self.kind == SEND and other.kind == RECEIVE and self.comm == other.comm
-        return are_ends and other_rank in self.peers and rank in other.peers and other.tag in (MPI.ANY_TAG, self.tag)
+    def of(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """Return the argument of a call."""
+        place, name, default = self
+        return arguments[place] if place < len(arguments) else keywords.get(name, default)
 
 
-class ThreadWait(NamedTuple):
-    """The wait of a thread for all operations, or for any one of them; `cpu`: seconds that the thread has computed."""
+class _Method:
+    """A method of mpi4py's communicators; `ends`: its parameters for the partners and the tags of messages."""
 
-    began: float
-    cpu: float
-    any_suffices: bool
-    operations: list[Operation]
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.function, self.name, self.signature = function, name, inspect.signature(function)
+        places = enumerate(list(self.signature.parameters.values())[1:])
+        parameters = {each.name: _Parameter(place, each.name, each.default) for place, each in places}
+        self.ends = [
+            (kind, parameters[peer], parameters[tag if tag in parameters else "tag"])
+            for kind, peer, tag in ((SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag"))
+            if peer in parameters
+        ]
+        self.probes, self.status_place = "probe" in name.lower(), getattr(parameters.get("status"), "place", 0)
+        self.is_persistent = name.endswith("_init")
+        self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
 
 class ProgramCall(Waiting):
     """A call of mpi4py on a communicator, which may be the wait of a thread, or may have started a request."""
 
     __slots__ = ("arguments", "began", "comm", "keywords", "method", "number")
-    endless, error, is_sent = True, None, False
+    endless, error, any_suffices = True, None, False
+    unknown: Stream | None = None  # in which a receive is counted whose message isn't known
 
-    def __init__(self, comm: Any, method: Callable[..., Any], arguments: tuple, keywords: dict[str, Any], number: int):
+    def __init__(self, comm: Any, method: _Method, arguments: tuple, keywords: dict[str, Any]):
         self.comm, self.method, self.arguments, self.keywords = comm, method, arguments, keywords
-        self.number = number  # of a collective on the communicator, otherwise 0
         self.began = perf_counter()
 
     @property
@@ -99,52 +110,71 @@ class ProgramCall(Waiting):
         return [self]
 
     @property
-    def any_suffices(self) -> bool:
-        """Whether the wait may end before all of the operations, since some of them may already have ended."""
-        return not self.number and len(self.ends()) > 1
-
-    @property
     def name(self) -> str:
         """The name of mpi4py's method."""
-        return self.method.__name__
+        return self.method.name
 
-    def bound(self) -> dict[str, Any]:
-        """Return the arguments by parameter."""
-        bound = _signature(self.method).bind(self.comm, *self.arguments, **self.keywords)
-        bound.apply_defaults()
-        return bound.arguments
+    def begin(self) -> None:
+        """Count the operation, before it starts."""
+        counter, method, arguments, keywords = self.comm.counter, self.method, self.arguments, self.keywords
+        if not method.ends:
+            self.number = counter.collective(method.name)
+        try:
+            for kind, peer, tag in method.ends:
+                stream = peer.of(arguments, keywords), tag.of(arguments, keywords)
+                if stream[0] == _PROC_NULL:
+                    continue
+                if kind is SEND:
+                    self.number = counter.send(stream)
+                else:
+                    self.number = counter.receive(stream, method.starts)
+                    if method.probes or is_open(stream):
+                        self.unknown = stream
+        except TypeError:  # an argument that MPI rejects, or an array with a number
+            counter.is_ordered = False
+
+    def end(self, status: Status) -> None:
+        """Count the message of a receive whose message wasn't known; `status` is None if there was none."""
+        self.comm.counter.move(self.unknown, status and (status.source, status.tag))
+        self.unknown = None
 
     def ends(self) -> list[tuple[str, Rank, int]]:
         """Return kind, partner and tag for each end of a message of this call."""
-        bound = self.bound()
-        ends = [(SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag")]
-        found = [
-            (kind, bound[peer], bound[tag] if tag in bound else bound["tag"]) for kind, peer, tag in ends if peer in bound
-        ]
-        return [end for end in found if end[1] != MPI.PROC_NULL and not (self.is_sent and end[0] == SEND)]
+        parameters = self.method.ends
+        every = [(kind, *(each.of(self.arguments, self.keywords) for each in stream)) for kind, *stream in parameters]
+        return [end for end in every if end[1] != MPI.PROC_NULL]
 
     def operations(self) -> list[Operation]:
-        """Return the operations of the call."""
+        """Return the operations without which the call can't end."""
         comm, members = self.comm, self.comm.members
-        if self.number:
+        if not self.method.ends:
             taking_part = comm.neighbors if "eighbor" in self.name else members
             return [Operation(COLLECTIVE, self.name, comm.key, taking_part, self.number)]
+        # If the call also receives, the send may have ended, since MPI has buffered the message.
         return [
-            Operation(kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), tag)
-            for kind, peer, tag in self.ends()
-        ]
+            Operation(
+                kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), self.number, tag,
+                kind is RECEIVE and is_open((peer, tag)),
+            )
+            for kind, peer, tag in self.ends()[-1:]
+        ]  # fmt: skip
+
+    def by_name(self) -> dict[str, Any]:
+        """Return the arguments by parameter."""
+        bound = self.method.signature.bind(self.comm, *self.arguments, **self.keywords)
+        bound.apply_defaults()
+        return bound.arguments
 
     def described(self, with_root: bool = True) -> str:
         """Return partners, tags, root, sizes and communicator as text."""
-        bound, members = self.bound(), self.comm.members
+        arguments, members = self.by_name(), self.comm.members
         parts = [
             f"{'to' if kind == SEND else 'from'} {'any rank' if peer == MPI.ANY_SOURCE else f'rank {members[peer]}'}"
             f" with {'any tag' if tag == MPI.ANY_TAG else f'tag {tag}'}"
             for kind, peer, tag in self.ends()
         ]
-        parts += [f"root={bound['root']}"] if "root" in bound and with_root else []
-        names = ("recvbuf",) if self.is_sent else ("buf", "sendbuf", "recvbuf")
-        parts += list(filter(None, (_size(bound.get(name)) for name in names)))[:1]
+        parts += [f"root={arguments['root']}"] if "root" in arguments and with_root else []
+        parts += list(filter(None, (_size(arguments.get(name)) for name in ("buf", "sendbuf", "recvbuf"))))[:1]
         return ", ".join([*parts, *([f"on {self.comm.label}"] if self.comm.label != "world" else [])])
 
     def report(self) -> dict[str, Any]:
@@ -168,55 +198,19 @@ class ProgramCall(Waiting):
         """Return False, since `status` examines the calls of the program."""
         return False
 
-    def wait(self, thread: threading.Thread) -> ThreadWait:
+    def wait(self, thread: threading.Thread) -> proof.ThreadWait:
         """Return the wait of a thread."""
         operations = [operation for call in self.calls for operation in call.operations()]
-        return ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
+        return proof.ThreadWait(self.began, _cpu_time(thread), self.any_suffices, operations)
 
 
 class RequestWait(ProgramCall):
-    """A wait for requests, which a call `name` makes."""
+    """A wait, by the method `name`, for the requests that some calls have started."""
 
-    __slots__ = ("for_any", "name", "requests")
+    __slots__ = ("any_suffices", "calls", "name")
 
-    def __init__(self, name: str, requests: list[Request], for_any: bool = False):
-        self.requests, self.for_any, self.number = requests, for_any, 0
-        self.name = name  # type: ignore[misc]
-        self.began = perf_counter()
-
-    @property
-    def any_suffices(self) -> bool:
-        """Whether one of the operations suffices, or some of them may already have ended."""
-        return self.for_any or any(call.any_suffices for call in self.calls)
-
-    @property
-    def calls(self) -> list[ProgramCall]:
-        """The calls that have started the requests."""
-        return [request.call for request in self.requests]
-
-
-class _Exchange(ProgramCall):
-    """A call of `Sendrecv`; `is_sent`: whether the message has been sent."""
-
-    __slots__ = ("is_sent",)
-
-    def complete(self, send: Request, receive: Request, status: Status) -> None:
-        """Wait for both."""
-        send.Wait()
-        self.is_sent = True
-        receive.Wait(status)
-
-
-_SENDRECV = MPI.Comm.Sendrecv
-
-
-@cache
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(method)
-
-
-def _neighbors(comm: Comm) -> tuple[Rank, ...]:
-    return tuple({rank for ranks in comm.inoutedges for rank in ranks if rank != MPI.PROC_NULL})
+    def __init__(self, name: str, calls: list[ProgramCall], any_suffices: bool = False):
+        self.name, self.calls, self.any_suffices, self.began = name, calls, any_suffices, perf_counter()  # type: ignore[misc]
 
 
 def _size(buffer: Any) -> str:
@@ -226,8 +220,8 @@ def _size(buffer: Any) -> str:
 
 def _hint(call: ProgramCall) -> str:
     comm = call.comm
-    with _reading:
-        ends = call.ends() if comm.bare and not call.number else []
+    with _freeing:
+        ends = call.ends() if comm.bare else []
         receives = [message_instead(comm.bare, peer, tag, comm.members) for kind, peer, tag in ends if kind == RECEIVE]
     return next(filter(None, receives), "")
 
@@ -247,23 +241,13 @@ def _cpu_time(thread: threading.Thread) -> float:
 
 
 _Request, _Prequest = MPI.Request, MPI.Prequest
-_collectives: Counter[int] = Counter()  # by communicator: the number of collectives that this rank has begun
-_requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# Held while another thread uses requests and communicators, which a call of the program could free.
-_reading = threading.Lock()
+_counters: dict[int, tuple[Counter, tuple[Rank, ...]]] = {}  # by the key of the communicator, with its members
+_freeing = threading.Lock()  # held while another thread uses a communicator, which the program could free
 
 
-def counts() -> dict[int, int]:
-    """Return the numbers of collectives that this rank has begun, by communicator."""
-    return dict(_collectives)
-
-
-def pending() -> list[Operation]:
-    """Return the operations that aren't complete, and for which no thread waits."""
-    with _reading:
-        found = [request for reference in _requests.valuerefs() if (request := reference()) is not None]
-        calls = [request.call for request in found if request and not request.is_busy and not _Request.Get_status(request)]
-    return [operation for call in calls for operation in call.operations()]
+def counts() -> dict[int, proof.Counts]:
+    """Return the numbers of this rank's calls by communicator."""
+    return {key: counter.counts(members) for key, (counter, members) in _counters.copy().items()}
 
 
 def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -273,76 +257,72 @@ def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords:
     try:
         return call(*args, **keywords)
     finally:
-        restore_wait(thread, before)
+        if before is None:
+            waits_by_thread.pop(thread, None)
+        else:
+            waits_by_thread[thread] = before
 
 
 class _ProgramRequest:
     """The methods of watched requests, before those of mpi4py's class."""
 
     call: ProgramCall | None = None  # that has started the request
-    is_busy = False  # whether a thread waits for it
 
-    def Wait(self, status: Status = None) -> bool:
-        """Wait until the request is complete."""
-        return _wait_for("Wait", [self], _Request.Wait, self, status)
-
-    def wait(self, status: Status = None) -> Any:
-        """Wait until the request is complete; return the received object."""
-        return _wait_for("wait", [self], _Request.wait, self, status)
+    def Start(self) -> None:
+        """Start a persistent request."""
+        self.Startall([self])
 
     @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Wait until all requests are complete."""
-        for request, status in zip(requests, _statuses(requests, statuses)):
-            _wait_for("Waitall", [request], _Request.Wait, request, status)
-        return True
+    def Startall(cls, requests: list[Any]) -> None:
+        """Start persistent requests."""
+        for request in requests:
+            if call := getattr(request, "call", None):
+                call.begin()
+        _Prequest.Startall(requests)
 
-    @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[Any]:
-        """Wait until all requests are complete; return the received objects."""
-        pairs = zip(requests, _statuses(requests, statuses))
-        return [_wait_for("waitall", [request], _Request.wait, request, status) for request, status in pairs]
+    def Cancel(self) -> None:
+        """Cancel the request, so that the order of the messages isn't known."""
+        if self.call is not None:
+            self.call.comm.counter.is_ordered = False
+        _Request.Cancel(self)  # type: ignore[arg-type]
 
-
-def _statuses(requests: Sequence[Request], statuses: list[Status] | None) -> Sequence[Status]:
-    if statuses is None:
-        return [None] * len(requests)
-    statuses += [MPI.Status() for _ in requests[len(statuses) :]]
-    return statuses
+    cancel = Cancel
 
 
-def _wait_for(name: str, requests: Sequence[Any], call: Callable[..., Any], *args: Any, for_any: bool = False) -> Any:
-    with _reading:
-        # Persistent requests are complete or inactive if they have a status.
-        active = [
-            found for found in requests if found and not (isinstance(found, _Prequest) and _Request.Get_status(found))
-        ]
-        known: list[Any] = [request for request in active if getattr(request, "call", None)]
-        for request in known:
-            request.is_busy = True
-    try:
+def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Status = None) -> Any:
+    call = getattr(request, "call", None)
+    if call is None or not request:
+        return function(request, status)
+    if status is None and call.unknown:
+        status = call.comm.counter.status
+    result = _during(RequestWait(name, [call]), function, request, status)
+    if call.unknown:
+        call.end(status)
+    return result
+
+
+def _waits(name: str) -> Any:
+    """Return a method of watched requests that waits for one, all or some of them."""
+    bare, one = getattr(_Request, name), getattr(_Request, name[:4])
+
+    def for_one(self: Request, status: Status = None) -> Any:
+        return _wait_for(name, self, one, status)
+
+    def for_all(requests: Sequence[Request], statuses: list[Status] | None = None) -> Any:
+        if statuses is not None:
+            statuses += [MPI.Status() for _ in requests[len(statuses) :]]
+        results = [_wait_for(name, *each) for each in zip(requests, repeat(one), statuses or repeat(None))]
+        return all(results) if name == "Waitall" else results
+
+    def for_some(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
+        calls = [getattr(request, "call", None) for request in requests if request]
         # A call that also waits for other requests may end at any time, so it isn't described.
-        return _during(RequestWait(name, known, for_any), call, *args) if len(known) == len(active) else call(*args)
-    finally:
-        for request in known:
-            request.is_busy = False
+        if None in calls:
+            return bare(requests, *args, **keywords)
+        return _during(RequestWait(name, calls, True), bare, requests, *args, **keywords)  # type: ignore[arg-type]
 
-
-def _waits_for_any(name: str) -> Any:
-    bare = getattr(_Request, name)
-
-    def method(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
-        return _wait_for(name, requests, partial(bare, requests, *args, **keywords), for_any=True)
-
-    return staticmethod(wraps(bare)(method))
-
-
-def _holds_lock(bare: Callable[..., Any]) -> Any:
-    def method(*args: Any, **keywords: Any) -> Any:
-        with _reading:
-            return bare(*args, **keywords)
-
-    return staticmethod(method) if inspect.ismethod(bare) else method
+    method = {"": for_one, "all": for_all}.get(name[4:], for_some)
+    return wraps(bare)(method) if method is for_one else staticmethod(wraps(bare)(method))
 
 
 class _AnyRequest(type):
@@ -352,12 +332,10 @@ class _AnyRequest(type):
         return isinstance(instance, cls.__mro__[2])
 
 
-_LOCKED = "Test test Testall testall Testany testany Testsome testsome Free free Cancel cancel Start Startall".split()
-
-
 def _class_of_requests(bare: type) -> type:
-    methods = {name: _waits_for_any(name) for name in ("Waitany", "waitany", "Waitsome", "waitsome")}
-    methods |= {name: _holds_lock(getattr(bare, name)) for name in _LOCKED if hasattr(bare, name)}
+    methods = {
+        f"{wait}{which}": _waits(f"{wait}{which}") for wait in ("Wait", "wait") for which in ("", "all", "any", "some")
+    }
     return _AnyRequest(bare.__name__, (_ProgramRequest, bare), methods | {"__module__": "mpi4py.MPI"})
 
 
@@ -367,7 +345,6 @@ _REQUESTS = {bare: _class_of_requests(bare) for bare in (_Request, _Prequest)}
 def _watched_request(request: Request, call: ProgramCall) -> Request:
     found = _REQUESTS[type(request)](request)
     found.call = call
-    _requests[id(found)] = found
     return found
 
 
@@ -379,7 +356,10 @@ class _Communicator:
     neighbors: tuple[Rank, ...]  # those of the process topology
     key: int
     label: str
+    counter: Counter
     agreement: Agreement | None  # compares the ranks' collectives in debug mode
+    receives_array: Callable[..., None]
+    receives_object: Callable[..., Any]
 
     def __reduce__(self) -> Any:
         return "COMM_WORLD" if self is MPI.COMM_WORLD else self.bare.__reduce__()
@@ -388,16 +368,10 @@ class _Communicator:
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
         recvtag: int = MPI.ANY_TAG, status: Status = None,
     ) -> None:  # fmt: skip
-        """Send and receive, by nonblocking calls, so that a report shows whether the message has been sent."""
-        call = _Exchange(self, _SENDRECV, (sendbuf, dest, sendtag, recvbuf, source, recvtag, status), {}, 0)
-        call.is_sent = False
-        receive = self.bare.Irecv(recvbuf, source, recvtag)
-        try:
-            send = self.bare.Isend(sendbuf, dest, sendtag)
-        except Exception:
-            cancel(receive)
-            raise
-        _during(call, call.complete, send, receive, status)
+        """Send and receive, by separate calls, so that a report shows whether the message has been received."""
+        send = self.Isend(sendbuf, dest, sendtag)  # type: ignore[attr-defined]
+        self.receives_array(recvbuf, source, recvtag, status)
+        send.Wait()
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
@@ -405,36 +379,19 @@ class _Communicator:
     ) -> Any:  # fmt: skip
         """Send and receive objects; see `Sendrecv`."""
         send = self.isend(sendobj, dest, sendtag)  # type: ignore[attr-defined]
-        received = self.recv(recvbuf, source, recvtag, status)  # type: ignore[attr-defined]
+        received = self.receives_object(recvbuf, source, recvtag, status)
         send.wait()
         return received
 
 
-_COLLECTIVES = (
-    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
-    "Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall "
-    "Neighbor_alltoallv Neighbor_alltoallw"
-).split()
-_CONSTRUCTORS = "Dup Dup_with_info Clone Create Split Split_type Create_cart Create_graph Create_dist_graph".split()
-_CONSTRUCTORS += ["Create_dist_graph_adjacent", "Sub"]
-_WAITING = "Send Bsend Ssend Rsend send bsend ssend Recv recv Probe probe Mprobe mprobe Sendrecv_replace".split()
-_STARTING = "Isend Ibsend Issend Irsend isend ibsend issend Irecv irecv Send_init Bsend_init Ssend_init Rsend_init".split()
-_STARTING += ["Recv_init", "Isendrecv", "Isendrecv_replace"]
-
-
-# Collectives whose counts and types MPI requires to be equal on all ranks, except after `MPI.IN_PLACE`, and the argument.
-_COMPARED = {"Bcast": "buf", "Scatter": "recvbuf"} | dict.fromkeys(("Gather", "Allgather", "Alltoall"), "sendbuf")
-_COMPARED |= dict.fromkeys(("Reduce", "Allreduce", "Scan", "Exscan"), "sendbuf")
-
-
 def _compare(call: ProgramCall) -> None:
     """Raise an error on all ranks, in debug mode, if their collectives differ in name, root, reduction, count or type."""
-    agreement, bound, lane = call.comm.agreement, call.bound(), lane_of(0)
-    array, op = bound.get(_COMPARED.get(call.name, "")), bound.get("op")
+    agreement, arguments, lane = call.comm.agreement, call.by_name(), lane_of(0)
+    array, op = arguments.get(_COMPARED.get(call.name, "")), arguments.get("op")
     shape, dtype = ((array.size,), str(array.dtype)) if isinstance(array, np.ndarray) else (None, None)
     reduction = None if op is None else name_of(op) or "user-defined"
     place = site_of(sys._getframe(1)).text
-    described = (call.name, call.comm.label, bound.get("root"), reduction, shape, dtype, None, call.name)
+    described = (call.name, call.comm.label, arguments.get("root"), reduction, shape, dtype, None, call.name)
     mine = Description(*described, call.described(with_root=False), place)
     if not agreement.agree(fingerprint(mine.compared) >> 2, lane, lambda: call):
         every = agreement.descriptions((mine, 0), lane, lambda: call)
@@ -444,24 +401,43 @@ def _compare(call: ProgramCall) -> None:
             raise_mismatch(every, agreement)
 
 
-def _call_of_communicator(bare: Callable[..., Any], collective: bool, starts: bool) -> Callable[..., Any]:
-    frees = bare.__name__ in ("Free", "Disconnect")
+def _watched_method(method: _Method) -> Callable[..., Any]:
+    function, starts, is_persistent = method.function, method.starts, method.is_persistent
+    is_collective, frees, place = not method.ends, method.name in ("Free", "Disconnect"), method.status_place
 
-    def method(self: Any, *args: Any, **keywords: Any) -> Any:
-        number = 0
-        if collective:
-            number = _collectives[self.key] = _collectives[self.key] + 1
-        call = ProgramCall(self, bare, args, keywords, number)
-        if starts:
-            return _watched_request(bare(self, *args, **keywords), call)
-        if collective and self.agreement is not None:
-            _compare(call)
-        if frees:
-            with _reading:
-                self.bare = MPI.COMM_NULL
-        return _during(call, bare, self, *args, **keywords)
+    def watched_call(self: Any, *args: Any, **keywords: Any) -> Any:
+        call = ProgramCall(self, method, args, keywords)
+        if is_persistent:
+            return _watched_request(function(self, *args, **keywords), call)
+        call.begin()
+        if is_collective and not starts:
+            if self.agreement is not None:
+                _compare(call)
+            if frees:
+                with _freeing:
+                    self.bare = MPI.COMM_NULL
+            result = _during(call, function, self, *args, **keywords)
+            if frees:
+                _counters.pop(self.key, None)
+            return result
+        try:
+            if starts:
+                return _watched_request(function(self, *args, **keywords), call)
+            status = None
+            if call.unknown:
+                status = args[place] if len(args) > place else keywords.get("status")
+                if status is None:
+                    status = self.counter.status
+                    args, keywords = args[:place], {**keywords, "status": status}
+            result = _during(call, function, self, *args, **keywords)
+        except BaseException:
+            self.counter.is_ordered = False
+            raise
+        if call.unknown:
+            call.end(None if method.probes and result in (None, True) else status)
+        return result
 
-    return wraps(bare)(method)
+    return wraps(function)(watched_call)
 
 
 def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -470,15 +446,20 @@ def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _class_of(bare: type) -> type:
-    methods = {}
-    of_objects = [name.lower() for name in _COLLECTIVES]
-    nonblocking = [f"I{name}" for name in of_objects]
-    for name in [*_COLLECTIVES, *of_objects, *_CONSTRUCTORS, "Free", "Disconnect", *_WAITING, *_STARTING, *nonblocking]:
-        if (found := getattr(bare, name, None)) is not None:
-            starts = name in _STARTING or name in nonblocking
-            method = _call_of_communicator(found, name not in _WAITING and name not in _STARTING, starts)
-            methods[name] = _constructs(method) if name in _CONSTRUCTORS else method
+    found = {name: getattr(bare, name) for name in dir(bare) if name not in _DIFFERENT}
+    every = {
+        name: _Method(function, name) for name, function in found.items() if inspect.isroutine(function) and name[0] != "_"
+    }
+    methods = {name: _watched_method(method) for name, method in every.items() if method.ends or name in _COLLECTIVES}
+    methods |= {name: _constructs(methods[name]) for name in _CONSTRUCTORS if name in methods}
+    methods["receives_array"] = _watched_method(_Method(bare.Recv, "Sendrecv"))
+    methods["receives_object"] = _watched_method(_Method(bare.recv, "sendrecv"))
     return type(bare.__name__, (_Communicator, bare), methods | {"__module__": "mpi4py.MPI", "bare_class": bare})
+
+
+@cache
+def _attribute() -> int:
+    return MPI.Comm.Create_keyval()
 
 
 def watched(comm: Comm, label: str | None = None) -> Comm:
@@ -487,11 +468,15 @@ def watched(comm: Comm, label: str | None = None) -> Comm:
     if not isinstance(comm, MPI.Intracomm) or not comm:
         return comm
     found = _class_of(bare)(comm)
-    found.bare = bare(comm)
-    found.members, number, name = named(found.bare)
-    found.key, found.label, found.agreement = fingerprint(found.members, number), label or name, None
-    edges = _neighbors(found.bare) if isinstance(comm, MPI.Topocomm) else ()
-    found.neighbors = tuple(found.members[rank] for rank in edges)
+    found.bare, found.agreement = bare(comm), None
+    if (common := found.bare.Get_attr(_attribute())) is None:
+        members, number, name = named(found.bare)
+        edges = found.bare.inoutedges if isinstance(comm, MPI.Topocomm) else ()
+        neighbors = tuple({members[rank] for ranks in edges for rank in ranks if rank != MPI.PROC_NULL})
+        common = {"members": members, "neighbors": neighbors, "key": fingerprint(members, number), "counter": Counter()}
+        found.bare.Set_attr(_attribute(), common | {"label": label or name})
+        _counters[common["key"]] = common["counter"], members
+    vars(found).update(found.bare.Get_attr(_attribute()))
     if watch_settings.debug() and found.size > 1:
         found.agreement = Agreement(found.bare.Dup(), found.members, f"{found.label}, program")
         found.agreement.open()

@@ -5,9 +5,7 @@ are connected with it by waits. These raise the same error. If MPI doesn't allow
 their own waits.
 
 Waits in the program's own calls (`program_calls`) can't raise an error, so the table ends the job: after the deadline, or
-at once if the wait can't end. The proof consists of two sets of answers, a second apart, with the same waits. So all these
-waits existed together between them, and each thread has polled for messages since. A wait may end if its operations may,
-or if a rank that may still move could take part in them; `stuck_ranks` removes such waits until none is left.
+at once if two looks at all ranks, a second apart, prove that the wait can't end (`deadlock_proof`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.polling import StateExchange, threads_may_communicate
 from mpiad.transport.watch import communicator, message_headers, program_calls, timed_waits, watch_settings
 from mpiad.transport.watch.call_agreement import rank_ranges, table_of_ranks
-from mpiad.transport.watch.program_calls import COLLECTIVE, Operation, ProgramCall, ThreadWait
+from mpiad.transport.watch.deadlock_proof import State, is_same_wait, partners, stuck_ranks
+from mpiad.transport.watch.program_calls import ProgramCall
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
-State = dict[str, Any]
 Node: TypeAlias = "int | tuple[str, int]"  # a rank; or the key and the number of a collective
 Graph = dict[Node, list[Node]]
 _LONGEST = 10  # maximum number of ranks of a cycle that a message lists
@@ -86,62 +84,8 @@ def _awaited_directly(states: Sequence[State | None], rank: Rank) -> list[Node]:
     if "threads" not in state:
         return state["peers"] if "peers" in state else [_collective(state)]
     operations = [operation for wait in state["threads"] for operation in wait.operations]
-    partners = {partner for operation in operations for partner in _partners(states, rank, operation) or ()}
-    return sorted(partners - {rank} or partners)  # a receive from any rank could also receive from the rank itself
-
-
-def _partners(states: Sequence[State | None], rank: Rank, operation: Operation) -> list[Rank] | None:
-    """Return the ranks of which a message needs one, and a collective all, to end; None if it needs no further call."""
-    if operation.kind == COLLECTIVE:
-        return [peer for peer in operation.peers if peer != rank and not _takes_part(states[peer], operation)] or None
-    begun = ((peer, other) for peer in operation.peers for other in _operations(states[peer]))
-    return None if any(operation.meets(rank, other, peer) for peer, other in begun) else list(operation.peers)
-
-
-def _operations(state: State | None) -> list[Operation]:
-    """Return the incomplete operations of a rank."""
-    if state is None:
-        return []
-    return [*(operation for wait in state.get("threads", ()) for operation in wait.operations), *state.get("pending", ())]
-
-
-def _takes_part(state: State | None, operation: Operation) -> bool:
-    """Return whether a rank has begun a collective, by a call that matches."""
-    begun = 0 if state is None else state["counts"].get(operation.comm, 0)
-    same = (operation.comm, COLLECTIVE, operation.tag)
-    differ = any(
-        (other.comm, other.kind, other.tag) == same and other.family != operation.family for other in _operations(state)
-    )
-    return begun >= operation.tag and not differ
-
-
-def stuck_ranks(states: Sequence[State | None]) -> set[Rank]:
-    """Return the ranks that have left or wait in calls that can't end; ranks that don't answer may do anything."""
-    stuck = {rank for rank, state in enumerate(states) if state and (state["state"] == "left" or state.get("all_wait"))}
-
-    def may_end(rank: Rank, wait: ThreadWait) -> bool:
-        each = ((operation, _partners(states, rank, operation)) for operation in wait.operations)
-        ends = [
-            partners is None or (all if operation.kind == COLLECTIVE else any)(peer not in stuck for peer in partners)
-            for operation, partners in each
-        ]
-        return not ends or (any(ends) if wait.any_suffices else all(ends))
-
-    while moving := {rank for rank in stuck for wait in states[rank].get("threads", ()) if may_end(rank, wait)}:  # type: ignore[union-attr]
-        stuck -= moving
-    return stuck
-
-
-_COMPUTED = 1e-3  # seconds; a thread that waits in MPI polls for messages all the time
-
-
-def _is_same_wait(before: State | None, after: State | None) -> bool:
-    """Return whether a rank is in the same waits as before, or has left, and its threads have polled since."""
-    if before is None or after is None or "threads" not in after:
-        return before is not None and after is not None and after["state"] == "left"
-    if [wait.began for wait in before.get("threads", ())] != [wait.began for wait in after["threads"]]:
-        return False
-    return all(new.cpu - old.cpu > _COMPUTED for old, new in zip(before["threads"], after["threads"]))
+    awaited = {partner for operation in operations for partner in partners(states, rank, operation) or ()}
+    return sorted(awaited - {rank} or awaited)  # a receive from any rank could also receive from the rank itself
 
 
 def _awaited(graph: Graph, rank: int) -> list[int]:
@@ -277,7 +221,7 @@ class Responder(StateExchange):
         if now < doubt.due or not waits or not all(isinstance(wait.what, ProgramCall) for wait in waits):
             return
         states = self._states()
-        kept = [state if _is_same_wait(old, state) else None for old, state in zip(doubt.states or states, states)]
+        kept = [state if is_same_wait(old, state) else None for old, state in zip(doubt.states or states, states)]
         is_late = limit is not None and now - min(began) > limit
         ranks = {self._comm.rank} if is_late else stuck_ranks(kept if doubt.states else states)
         if self._comm.rank not in ranks:
@@ -363,10 +307,10 @@ class Responder(StateExchange):
 
     def _present_state(self) -> State:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
+        # The counts are read before the waits: if these are still the same, they had begun before the counts were read.
+        common = {"asking": self._asking, "counts": _counts(), "ledger": message_headers.summary()}
         every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)
-        common = {"asking": self._asking, "counts": _counts(), "ledger": message_headers.summary()}
-        common |= {"pending": program_calls.pending()}
         if self._left is not None:
             return common | _left(*self._left)
         if waiting is not None:
@@ -417,8 +361,8 @@ class _Stalls:
         return None
 
 
-def _counts() -> dict[Any, int]:
-    """Return the numbers of collectives that this rank has begun, by the labels or the keys of communicators."""
+def _counts() -> dict[Any, Any]:
+    """Return the numbers of collectives that this rank has begun, by label, and those of the program's calls, by key."""
     return communicator.counts() | program_calls.counts()
 
 

@@ -30,7 +30,7 @@ _IN_FLIGHT = 0.5  # seconds
 class Departure(NamedTuple):
     """Another rank's end of the program, after which waits for that rank raise an error."""
 
-    counts: dict[str, int]  # the numbers of collectives that it had begun
+    counts: dict[Any, Any]  # the numbers of collectives that it had begun
     sends: bool  # whether messages from it were still in flight
     how: str  # the call that ended the program, or the exception
     place: str  # the line of this call
