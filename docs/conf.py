@@ -27,6 +27,7 @@ extensions = [
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
     "gallery",
     "linked_names",
+    "navigation",
     "notebook_directive",
     "reference_pages",
     "section_lists",
