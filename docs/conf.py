@@ -27,6 +27,7 @@ extensions = [
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
     "gallery",
     "linked_names",
+    "navigation",
     "notebook_directive",
     "reference_pages",
     "section_lists",
@@ -48,7 +49,7 @@ html_copy_source = False
 pygments_dark_style = "monokai"  # the theme's underlines names of modules, like links
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
-html_js_files = ["sidebar.js"]
+html_js_files = ["pages.js"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -70,12 +71,15 @@ autodoc_type_aliases = {name: name for name in re.findall(r"^\.\. py:type:: (\w+
 autodoc_type_aliases["DTypeLike"] = "DTypeLike"
 
 _LITERAL_OR_MARK = re.compile(r"^ *>>> .*?(?=\n *\n|\Z)|``.*?``|`.*?`|([*|])", re.DOTALL | re.MULTILINE)
+_INITIAL = re.compile(r"^( *[A-Z])\. (?=[A-Z])", re.MULTILINE)
 
 
 def take_literally(app, what, name, obj, options, lines):
-    """Escape what docstrings mean literally: a shape `(..., *local_shape)`, the norm |u|; examples are code anyway."""
+    """Escape what docstrings mean literally: a shape `(..., *local_shape)`, the norm |u|, the initials of an author, which
+    would be numbers of a list; examples are code anyway.
+    """
     text = _LITERAL_OR_MARK.sub(lambda found: "\\" + found[1] if found[1] else found[0], "\n".join(lines))
-    lines[:] = text.split("\n")
+    lines[:] = _INITIAL.sub(r"\1\\. ", text).split("\n")
 
 
 def setup(app):

@@ -2,7 +2,8 @@
 
 Pages and docstrings write names as plain code. After a page is read, each piece of code that is the whole name of
 something public becomes a link to where it is described: ours in these pages, those of NumPy, SciPy and mpi4py where
-intersphinx's inventories say (autograd publishes none). Code that names nothing stays as it is.
+intersphinx's inventories say (autograd publishes none). Code that names nothing stays as it is, and so does code that the
+role `other` marks as a name of another library: {other}`Event(cond_fn)`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.ext.intersphinx import InventoryAdapter
 from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.docutils import SphinxRole
 from sphinx.util.nodes import make_refnode
 
 NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
@@ -34,7 +36,8 @@ class LinkedNames(SphinxPostTransform):
     def run(self, **_: object) -> None:
         """Go through the code of a page that isn't part of a link or a heading already."""
         for literal in list(self.document.findall(nodes.literal)):
-            if not any(isinstance(parent, (nodes.reference, nodes.title)) for parent in _ancestors(literal)):
+            is_link = any(isinstance(parent, (nodes.reference, nodes.title)) for parent in _ancestors(literal))
+            if not is_link and "other" not in literal["classes"]:
                 link = self._link(literal)
                 if link is not None:
                     literal.replace_self(link)
@@ -72,7 +75,16 @@ def _ancestors(node: nodes.Node) -> list[nodes.Node]:
     return found
 
 
+class OtherName(SphinxRole):
+    """Code that isn't linked."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Return the code."""
+        return [nodes.literal(self.rawtext, self.text, classes=["other"])], []
+
+
 def setup(app: Sphinx) -> dict:
-    """Register the transform."""
+    """Register the transform and the role."""
     app.add_post_transform(LinkedNames)
+    app.add_role("other", OtherName())
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -9,7 +9,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 LONGEST = 16_000  # characters of a page without a list
-FEWEST = 4  # sections of a page with one
+FEWEST = 4  # sections of a page with one, their parts included
 TABLES = "reference/"  # these pages begin with tables of names
 
 
@@ -18,8 +18,9 @@ def add_list(app: Sphinx, document: nodes.document) -> None:
     page = next(document.findall(nodes.section), None)
     if page is None or app.env.docname.startswith(TABLES) or len(document.astext()) <= LONGEST:
         return
-    if len(sections_of(page)) >= FEWEST:
-        page.insert(page.index(sections_of(page)[0]), list_of(page, 2))
+    sections = sections_of(page)
+    if sum(1 + len(sections_of(section)) for section in sections) >= FEWEST:
+        page.insert(page.index(sections[0]), list_of(page, 2))
 
 
 def sections_of(parent: nodes.section) -> list[nodes.section]:

@@ -32,8 +32,10 @@ class PIController:
 
     Parameters
     ----------
-    safety, least, most : float
-        The safety factor, and the lower and upper bound of the ratio of successive step sizes.
+    safety : float
+        Factor of the step size that the error estimate gives.
+    least, most : float
+        Bounds of the ratio of successive step sizes.
     beta : float
         Exponent of the previous error, times the order. The methods use 0 by default, which gives SciPy's controller.
 

@@ -23,7 +23,9 @@ with threads that don't wait, and of ranks that don't answer.
 
 The proof is one for programs that end for every MPI. A send is taken to wait for its receive, and a collective for its
 ranks, though an MPI may buffer the former, and need only some ranks for the latter. That is why each thread must also have
-polled for messages between the looks: by then, an MPI that can end such a call has ended it.
+polled for messages between the looks: by then, an MPI that can end such a call has ended it. Both ends of each message must
+be watched: a message that isn't counted when it is sent, such as one of a library in C, but is received by a watched call,
+makes its receive and the later ones appear to be without a message.
 """
 
 from __future__ import annotations

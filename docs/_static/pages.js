@@ -1,0 +1,22 @@
+// The sidebar shows the entry of the current page.
+document.addEventListener("DOMContentLoaded", () => {
+  const entry = document.querySelector(".sidebar-tree .current-page > .reference");
+  const sidebar = document.querySelector(".sidebar-scroll");
+  if (entry && sidebar) {
+    const below = entry.getBoundingClientRect().top - sidebar.getBoundingClientRect().top;
+    sidebar.scrollTop += below - sidebar.clientHeight / 2;
+  }
+});
+
+// On a telephone, long names in tables break between their words only: mpi_neighbor_|allgather(|x), Continuous|Callback. So do
+// signatures, before the first parameter.
+document.addEventListener("DOMContentLoaded", () => {
+  const ends = /(?<=[._(=/])(?=[\w"])|(?<=[a-z])(?=[A-Z])/;
+  for (const name of document.querySelectorAll("table.docutils code .pre")) {
+    const words = name.textContent.length > 14 ? name.textContent.split(ends) : [];
+    if (words.length) name.replaceChildren(...words.flatMap((word) => [word, document.createElement("wbr")]).slice(0, -1));
+  }
+  for (const signature of document.querySelectorAll(".sig-object")) {
+    signature.querySelector(".sig-paren")?.after(document.createElement("wbr"));
+  }
+});
