@@ -26,7 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -228,11 +228,14 @@ def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pyt
     left_out = set()
     for sets in tests.values():
         values = {item: _values(item) for item in sets}
-        missing = frozenset().union(*values.values())
+        pairs = {item: {*combinations(sorted(values[item]), 2)} for item in sets}
+        missing, paired = set().union(*values.values()), set()
         left_out |= set(sets)
         while missing:
-            best = max(sets, key=lambda item: len(missing & values[item]))  # the first of several
+            # The first of those with the most values, and among these with the most pairs of values, that are new.
+            best = max(sets, key=lambda item: (len(missing & values[item]), len(pairs[item] - paired)))
             missing -= values[best]
+            paired |= pairs[best]
             left_out.discard(best)
     return left_out
 
@@ -243,7 +246,7 @@ def _values(item: pytest.Item) -> frozenset[tuple]:
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
     groups = [re.split(r"\s*,\s*", name) if isinstance(name, str) else tuple(name) for name in names]
     together = [tuple((name, id(single.pop(name))) for name in group) for group in groups]
-    return frozenset([*together, *((name, id(value)) for name, value in single.items())])
+    return frozenset([*together, *(((name, id(value)),) for name, value in single.items())])
 
 
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
