@@ -64,6 +64,8 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/python tests/launch.py
 # -n auto: on one rank, the files divided among the cores, in their order (tests/conftest.py).
 PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-loadscope-reorder $(if $(THOROUGH),--thorough) $(PYTEST_FLAGS)
+# More processes than two read each library once more for each.
+TYPES = $(BIN)/pyright --threads 2 --pythonpath $(BIN)/python
 # As many as there are cores: those that share one take twice as long, since MPI waits by polling.
 DEMO_RANKS = $(shell $(PYTHON) -c "import os; print(min(max(os.cpu_count() or 2, 2), 4))")
 ALL_RANKS := 1 2 3 4 5
@@ -191,13 +193,15 @@ test-docs: SPHINX_FLAGS = -E
 test-docs: docs ## check the links between the pages, and that a search finds the right one first
 	@$(BIN)/python tests/docs/built_pages.py docs/_build/html
 
-lint: $(VENV)/.ready-dev types ## check the style and the format (ruff), who imports whom (import-linter) and the types
-	@$(BIN)/ruff check --output-format=concise .
-	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/lint-imports --config setup.cfg
+lint: $(VENV)/.ready-dev ## check the style and the format (ruff), who imports whom (import-linter) and the types
+	@$(TYPES) & types=$$!; status=0; \
+	$(BIN)/ruff check --output-format=concise . || status=1; \
+	$(BIN)/ruff format --check --quiet . || status=1; \
+	$(BIN)/lint-imports --config setup.cfg || status=1; \
+	wait $$types || status=1; exit $$status
 
 types: $(VENV)/.ready-dev ## check the types (pyright)
-	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(TYPES)
 
 examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs, and compare their output
 	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) tests/examples tests/docs

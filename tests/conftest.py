@@ -3,8 +3,9 @@
 A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
 three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
-another fourth), and a test that asks whether `size == 1` runs on one rank. With `--thorough`, or if files are named, all
-tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
+another fourth), and a test that asks whether `size == 1` runs on one rank. Tests of solvers (`EACH_VALUE`) run with each
+value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests run on
+every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
 `also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
 `one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
 rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
@@ -25,7 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -73,6 +74,10 @@ ALSO_ON = {
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
+
+# What runs with each value of each parameter, of methods, devices and problems for example, in as few combinations as
+# have all of them. A run takes a kernel of its own, or a solve to tight tolerances.
+EACH_VALUE = ("domain", "ensemble", "inverse", "linalg", "optimize", "parallel", "timestepping", "vi")
 
 # What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
 # optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
@@ -157,6 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = _is_whole_suite(config)
     if whole:
         _leave_out(config, items, {item for item in items if item.get_closest_marker("thorough")})
+        _leave_out(config, items, _repeated_values(config, items))
         _leave_out(config, items, _parameter_sets_of_other_ranks(config, items))
     if WORLD.size == 1:
         _mix(items)
@@ -211,6 +217,36 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[py
 def _is_whole_suite(config: pytest.Config) -> bool:
     chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
     return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
+
+
+def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the combinations of parameters whose values other combinations have, too."""
+    tests: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and _is_in(config, item.path, EACH_VALUE):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    left_out = set()
+    for sets in tests.values():
+        values = {item: _values(item) for item in sets}
+        pairs = {item: {*combinations(sorted(values[item]), 2)} for item in sets}
+        missing, paired = set().union(*values.values()), set()
+        left_out |= set(sets)
+        while missing:
+            # The first of those with the most values, and among these with the most pairs of values, that are new.
+            best = max(sets, key=lambda item: (len(missing & values[item]), len(pairs[item] - paired)))
+            missing -= values[best]
+            paired |= pairs[best]
+            left_out.discard(best)
+    return left_out
+
+
+def _values(item: pytest.Item) -> frozenset[tuple]:
+    """Return the values of a test's parameters; those that one `parametrize` gives together are one value."""
+    single = dict(item.callspec.params)
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [re.split(r"\s*,\s*", name) if isinstance(name, str) else tuple(name) for name in names]
+    together = [tuple((name, id(single.pop(name))) for name in group) for group in groups]
+    return frozenset([*together, *(((name, id(value)),) for name, value in single.items())])
 
 
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:

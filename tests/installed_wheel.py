@@ -51,8 +51,12 @@ assert np.array_equal(gradient, 4.0 * (-5.0 if rank == 0 else 5.0) * np.ones(3))
 
 
 def run(*command: str | Path, cwd: Path, seconds: float = 900.0) -> str:
-    """Run a command and return what it prints; exit with what it says where it fails."""
+    """Run a command and return what it prints; exit with what it says where it fails.
+
+    The programs beside it come first on PATH, as in an active environment: mpiexec looks for `python` there.
+    """
     here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may lead to the tree
+    here["PATH"] = os.pathsep.join([str(Path(command[0]).parent), here.get("PATH", os.defpath)])
     done = subprocess.run([*map(str, command)], cwd=cwd, env=here, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -235,7 +235,7 @@ _RULES: dict[Callable, Rule] = {
 }
 
 # Functions that move entries, or add and multiply them.
-_ON_ENTRIES = frozenset({
+_ON_ENTRIES: frozenset[object] = frozenset({
     take, array_of, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,
     np.swapaxes, np.roll, np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.broadcast_arrays,
     np.take, np.delete, np.split, np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,

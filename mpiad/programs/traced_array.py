@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dis import opmap
+from functools import lru_cache
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -90,7 +91,15 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 _ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType)
+_ATOM_CLASSES = frozenset({np.ndarray, np.float64, np.int64, str, bytes, int, float, bool, complex, type(None), type})
 _MOST_OBJECTS = 500
+
+
+@lru_cache(maxsize=1000)
+def _attributes_outside_dict(kind: type) -> tuple[str, ...]:
+    """Return names of attributes that aren't in an object's `__dict__`: slots, and those of methods and of `partial`."""
+    names = "__self__", "func", "args", "keywords"
+    return (*getattr(kind, "__slots__", ()), *(name for name in names if hasattr(kind, name)))
 
 
 def hides_traced(x: Any) -> bool:
@@ -99,9 +108,11 @@ def hides_traced(x: Any) -> bool:
     while objects and len(seen) < _MOST_OBJECTS:
         x, is_argument = objects.popleft()  # the nearest first
         x = getval(x)
-        if isinstance(x, TracedArray) and not is_argument and x.recorder.open:
-            return True
-        if isinstance(x, (TracedArray, *_ATOMS)) or id(x) in seen:
+        if isinstance(x, TracedArray):
+            if not is_argument and x.recorder.open:
+                return True
+            continue
+        if isinstance(x, _ATOMS) or id(x) in seen:
             continue
         seen.add(id(x))
         nest = isinstance(x, (tuple, list, dict))
@@ -111,9 +122,8 @@ def hides_traced(x: Any) -> bool:
             attributes = getattr(x, "__dict__", None)
             parts = list(attributes.values()) if isinstance(attributes, dict) else []
             parts += map(content_of, getattr(x, "__closure__", None) or ())
-            names = *getattr(type(x), "__slots__", ()), "__self__", "func", "args", "keywords"  # methods, and partial
-            parts += [getattr(x, name, None) for name in names]
-        objects += [(part, is_argument and nest) for part in parts]
+            parts += [getattr(x, name, None) for name in _attributes_outside_dict(type(x))]
+        objects += [(part, is_argument and nest) for part in parts if type(part) not in _ATOM_CLASSES]
     return False
 
 

@@ -47,7 +47,9 @@ def closed_form(p, start=0.0, end=1.3, before=1.0, after=3.0):
 
 
 SWITCH = Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0]])
+CLOCK = Event(lambda u, p, t: t - p[0], affect=lambda u, p, t: [u[0]])
 SWITCHED = Event(lambda u, p, t: t - p[0])
+both_sides = pytest.mark.parametrize("f", [earlier, not_later], ids=lambda f: f.__name__)
 
 
 def ends(f, alg, events=SWITCH, tspan=(0.0, 1.3), **more):
@@ -64,22 +66,25 @@ def check(found, expected, p=P, rtol=2e-6):
     np.testing.assert_allclose(mpiad.jvp(loss(found), p, along)[1], np.sum(slopes * along), rtol=rtol, atol=rtol)
 
 
+@both_sides
+@pytest.mark.parametrize("events", [SWITCH, CLOCK], ids=["time", "condition"])
 @pytest.mark.parametrize("alg", METHODS, ids=lambda alg: type(alg).__name__)
-def test_at_a_given_time_and_at_roots_of_conditions_of_time(alg):
+def test_at_a_given_time_and_at_roots_of_conditions_of_time(alg, events, f):
     less = {"rtol": 1e-6, "atol": 1e-8} if isinstance(alg, (BS3, Rosenbrock23)) else {}
-    clock = Event(lambda u, p, t: t - p[0], affect=lambda u, p, t: [u[0]])
-    for f in (earlier, not_later):
-        for events in (SWITCH, clock):
-            check(ends(f, alg, events, **less), closed_form, rtol=2e-4 if less else 2e-6)
+    check(ends(f, alg, events, **less), closed_form, rtol=2e-4 if less else 2e-6)
+
+
+@on_gpus_too
+@both_sides
+@pytest.mark.parametrize("alg", [RK45(), Tsit5(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
+def test_terminal_events_at_roots_of_conditions_of_time(alg, solved_by, f):
+    check(ends(f, alg, SWITCHED), lambda p: closed_form(p, end=p[:, 0]))
 
 
 @on_gpus_too
 @pytest.mark.parametrize("alg", [RK45(), Tsit5(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
-def test_terminal_events_at_roots_of_conditions_of_time(alg, solved_by):
-    until = lambda p: closed_form(p, end=p[:, 0])  # noqa: E731
-    for f in (earlier, not_later):
-        check(ends(f, alg, Event(lambda u, p, t: t - p[0])), until)
-    # An event at a root of a condition of u comes first, or after the other one.
+def test_terminal_events_at_roots_of_conditions_of_u_and_of_time(alg, solved_by):
+    """The event of u comes before the other one, or after it."""
     falling = Event(lambda u, p, t: u[0] - 0.6)
     sol = solve(
         EnsembleProblem(ODEProblem(earlier, [0.5], (0.0, 1.3)), p=P),
