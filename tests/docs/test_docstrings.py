@@ -14,6 +14,7 @@ import autograd.numpy as np
 import pytest
 
 import mpiad
+from mpiad.transport.watch import switch, watch_settings
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -74,8 +75,9 @@ def test_an_example_does_what_it_shows(name):
     names = {"np": np, "mpiad": mpiad}
     text = inspect.getdoc(EXAMPLES[name]) or ""
     example = doctest.DocTestParser().get_doctest(text, names, name, None, None)
-    said = []
+    said, before = [], watch_settings.present()
     failed = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=said.append).failed
+    switch.restore(before)  # `mpiad.debug.watch` lasts until the end of a program
     assert not failed, "".join(said)
 
 
