@@ -121,8 +121,10 @@ class LinearPosterior:
     def _colored(self, rows: np.ndarray) -> np.ndarray:
         """Return the products of this rank's blocks, along the last axis, with the prior's covariance."""
         flat = rows.reshape(-1, *self.F.shape[1:])
-        parts = [self.prior.solve(flat[k : k + _FIELDS]) for k in range(0, len(flat), _FIELDS)]
-        return np.concatenate(parts).reshape(rows.shape)
+        products = np.empty_like(flat)
+        for k in range(0, len(flat), _FIELDS):
+            products[k : k + _FIELDS] = self.prior.solve(flat[k : k + _FIELDS])
+        return products.reshape(rows.shape)
 
     def _root_array(self, *shape: int) -> np.ndarray:
         """Return a new array on the root, and an empty one of as many dimensions elsewhere."""
@@ -145,9 +147,9 @@ class LinearPosterior:
                 continue
             for i, blocks in enumerate(total.reshape(stop - first, count, last, width), first):
                 end = i + 1 if until_row else n
-                if i > 0:
-                    blocks[:, 1:end] += out[i - 1, :, : end - 1]
-                out[i, :, :end] = blocks[:, :end]
+                before = out[i - 1, :, : end - 1] if i else 0.0
+                out[i, :, 0] = blocks[:, 0]
+                np.add(blocks[:, 1:end], before, out=out[i, :, 1:end])
 
     def _factored(self) -> np.ndarray:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
@@ -282,7 +284,7 @@ class LinearPosterior:
                     f"{_CALL}.variance: exact variances are for at most {_MOST_FUNCTIONALS} cells, but the domain has "
                     f"{math.prod(domain.shape)}. Estimate them: variance(samples=100)."
                 )
-            weights = np.eye(n)[of] if np.ndim(of) == 0 else np.asarray(of, float)
+            weights = np.eye(n)[of] if np.ndim(of) == 0 else np.array(of, float)
             if weights.shape != (n,):
                 raise ValueError(f"{_CALL}.variance: of must be a time or {n} weights, but got shape {weights.shape}.")
         weights = _filtered(weights[::-1], self.correlation)[::-1]  # of ε
@@ -416,11 +418,10 @@ def _factor(a: np.ndarray) -> int | None:
 
 
 def _filtered(x: np.ndarray, a: float) -> np.ndarray:
-    """Return y with y_t = a y_{t-1} + x_t along the first axis."""
-    y = x.copy()
+    """Overwrite x by y with y_t = a y_{t-1} + x_t along the first axis, and return it."""
     for t in range(1, len(x) if a else 0):
-        y[t] += a * y[t - 1]
-    return y
+        x[t] += a * x[t - 1]
+    return x
 
 
 def _checked(F: ShiftInvariantMap, prior: GaussianPrior, noise: float | np.ndarray, correlation: float) -> np.ndarray:

@@ -38,7 +38,7 @@ _OF_KIND = {
     "c": ("SUM", "PROD"),
 }
 
-_PIECE = 1 << 13  # entries that `sum_on_root` adds at once
+_PIECE = 1 << 14  # entries that `sum_on_root` adds at once
 
 
 def defined_for(kind: str) -> tuple[str, ...]:
