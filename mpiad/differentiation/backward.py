@@ -68,8 +68,8 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(total) in _boxes:
         if tracing.recorder is not None:  # programs contain arrays, but no functions that hold arrays
             return total + g.dense()
-        total = total if owned else copy_of(total)
-        return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
+        space = vspace(total)
+        return sparse_add(space, total if owned else copy_of(total), SparseObject(space, g.mut_add))
     # The sum is computed in place only if it has the dtype of the total.
     is_array = type(total) is _ndarray or is_device_array(total)
     if is_array and total.shape == g.shape and np.can_cast(g.dtype, total.dtype):

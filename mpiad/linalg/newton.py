@@ -305,7 +305,7 @@ class NonlinearProblem(NamedTuple):
     jacobian: Problem  # the linear system with the Jacobian; its leaves are u and the leaves of the parameters
 
     def with_rtol(self, rtol: float) -> NonlinearProblem:
-        """Return the problem with smaller tolerances, if the present ones are larger."""
+        """Return the problem, and its linear systems, with at most this tolerance and without `atol`."""
         settings = self.settings._replace(rtol=min(rtol, self.settings.rtol), atol=0.0)
         return self._replace(settings=settings, jacobian=self.jacobian.with_rtol(rtol))
 

@@ -72,7 +72,7 @@ class Problem(NamedTuple):
         return self._replace(start=None, settings=self.settings._replace(callback=None, reported=False, probe=False))
 
     def with_rtol(self, rtol: float) -> Problem:
-        """Return the problem with a smaller tolerance, if the present one is larger."""
+        """Return the problem with at most this tolerance, without `atol`, and with the method's own limit of iterations."""
         return self._replace(settings=self.settings._replace(rtol=min(rtol, self.settings.rtol), atol=0.0, maxiter=None))
 
     @property
