@@ -22,6 +22,7 @@ References
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -154,8 +155,8 @@ class LinearPosterior:
     def _factored(self) -> np.ndarray:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
         n, sensors, _ = self._gamma.shape
-        blocks = self._root_array(n, sensors, n, sensors)
-        lower = blocks.reshape(2 * (len(blocks) * blocks.shape[1],))
+        lower = _lower_triangle(n * sensors) if self._channel.rank == 0 else np.empty((0, 0))
+        blocks = lower.reshape((n, sensors, n, sensors) if self._channel.rank == 0 else (0, 0, 0, 0))
         for part in self.F._panels():
             self._running_sum(self._driven(self.F, part), self._gamma, blocks[:, part], until_row=True)
 
@@ -401,6 +402,15 @@ class Forecast:
             part = self._weights[:, : times * self._posterior.F.n_sensors]
             result[:] = (self._prior - part @ part.T).reshape(result.shape)
         return mpi_bcast(result, comm=self._posterior.F.comm)
+
+
+def _lower_triangle(n: int) -> np.ndarray:
+    """Return a matrix of which only the lower triangle takes memory, as long as nothing is written above it."""
+    # Huge pages contain several rows, and so most of the upper triangle.
+    memory = mmap.mmap(-1, max(8 * n * n, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, float, n * n).reshape(n, n)
 
 
 def _factor(a: np.ndarray) -> int | None:

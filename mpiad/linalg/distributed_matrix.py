@@ -30,7 +30,7 @@ from mpiad.linalg.sparse_products import (
 )
 from mpiad.linalg.vectors import on_host, require_block, require_on_host, require_together, through_host
 from mpiad.primitives import stop_gradient
-from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
+from mpiad.primitives.catalogue import ALLGATHER, ALLTOALL, Blocks, Dividing
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate, suspended
@@ -42,6 +42,8 @@ from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, zeros_like
 from mpiad.transport.exits.user_failures import DeferredFailures
+
+_MOST_COPIED = 20_000  # unknowns up to which each rank has the factors of a gathered matrix
 
 
 def probed_matrix(
@@ -533,7 +535,7 @@ class DistributedMatrix:
         b : array of shape (..., local_shape[0])
             This rank's part of the right-hand side.
         method : {"gmres", "bicgstab", "cg", "direct"}
-            "direct", for small matrices, gathers the matrix on rank 0 and factorizes it there.
+            "direct", for small matrices, gathers the matrix, and factorizes it on each rank (above 20,000 rows, on rank 0).
         preconditioner : callable, optional
             ``preconditioner(r)``, such as `AdditiveSchwarz` of this matrix.
         **settings
@@ -636,18 +638,26 @@ class Transposed:
 
 
 class GatheredFactors:
-    """A preconditioner that applies the exact inverse: rank 0 factorizes the matrix, and solves for all ranks."""
+    """A preconditioner that applies the exact inverse, with factors of the whole matrix.
+
+    Each rank factorizes a small matrix: all solve for a single right-hand side, which takes one message instead of two,
+    and several right-hand sides are divided among them. Only rank 0 factorizes a large one, and solves for all ranks.
+    """
 
     takes_blocks = True  # arrays with leading axes
 
     def __init__(self, matrix: DistributedMatrix, call: str = "DistributedMatrix.solve"):
         self._channel, self._lengths = channel(matrix.comm, call), np.diff(matrix.offsets[0]).tolist()
-        whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
+        self._solvers = self._channel.size if matrix.shape[0] <= _MOST_COPIED else 1  # these ranks have factors
+        self._factors, self._kind = None, "N"
+        comm, rows = self._channel.data, matrix.local_rows()
+        parts = comm.allgather(rows) if self._solvers > 1 else comm.gather(rows)
+        # Only ranks with factors detect a singular matrix. All raise, since the others would wait for them.
         with raising_together(self._channel):
-            if whole is not None:
+            if parts is not None:
+                whole = scipy.sparse.vstack(parts, format="csr")
                 self._factors = SparseFactors(whole, f"{call}: the matrix {matrix.shape}")
-        self._dtype = np.dtype(self._channel.data.bcast(None if whole is None else whole.dtype.str, 0))
+        self._dtype = np.dtype(comm.bcast(None if parts is None else whole.dtype.str, 0))
 
     @property
     def T(self) -> GatheredFactors:
@@ -663,8 +673,23 @@ class GatheredFactors:
     def _solved(self, r: LocalArray) -> LocalArray:
         # The lengths are the matrix's, and the callers have compared the dtype and the number of right-hand sides.
         rows = r.reshape(math.prod(r.shape[:-1]), r.shape[-1]).astype(np.result_type(r, self._dtype), copy=False)
-        parts = Dividing(self._channel, 0, 1, self._lengths, spec_like(rows))
-        whole = communicate(GATHER, rows, parts)
-        if self._factors is not None:
-            whole = self._factors.solve(whole, self._kind).astype(rows.dtype, copy=False)
-        return communicate(SCATTER, whole, parts).reshape(r.shape)
+        rank, lengths = self._channel.rank, self._lengths
+        if len(rows) < self._solvers:
+            whole = communicate(ALLGATHER, rows, Dividing(self._channel, None, 1, lengths, spec_like(rows)))
+            first = sum(lengths[:rank])
+            return self._inverse(whole)[:, first : first + lengths[rank]].reshape(r.shape)
+        shares = [*even_lengths(len(rows), self._solvers), *[0] * (self._channel.size - self._solvers)]
+        sent, received = [share * lengths[rank] for share in shares], [shares[rank] * length for length in lengths]
+        parts = np.split(self._exchanged(rows, sent, received), np.cumsum(received)[:-1])
+        whole = np.concatenate([part.reshape(shares[rank], n) for part, n in zip(parts, lengths)], axis=1)
+        parts = np.split(self._inverse(whole), np.cumsum(lengths)[:-1], axis=1)
+        return self._exchanged(np.concatenate([part.reshape(-1) for part in parts]), received, sent).reshape(r.shape)
+
+    def _inverse(self, whole: np.ndarray) -> np.ndarray:
+        """Return the solutions for whole right-hand sides (k, n); k is zero on ranks without factors."""
+        return whole if self._factors is None else self._factors.solve(whole, self._kind).astype(whole.dtype, copy=False)
+
+    def _exchanged(self, entries: np.ndarray, sent: list[int], received: list[int]) -> np.ndarray:
+        flat = entries.reshape(-1)
+        blocks = Blocks(self._channel, 0, (sent, received), spec_like(flat)._replace(shape=(sum(received),)))
+        return communicate(ALLTOALL, flat, blocks)

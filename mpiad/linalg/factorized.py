@@ -1,8 +1,8 @@
 """`factorized`: a linear operator whose matrix is computed and factored once, for many solves.
 
 The matrix comes from products with the operator: columns that have no row in common have the same color, and one product
-yields all columns of a color. A solve is SuperLU's back-substitution, on several ranks with the factors of the gathered
-matrix on rank 0. Larger systems on several ranks are solved by GMRES with SuperLU's factors in overlapping Schwarz.
+yields all columns of a color. A solve is SuperLU's back-substitution, on several ranks with factors of the gathered
+matrix. Larger systems on several ranks are solved by GMRES with SuperLU's factors in overlapping Schwarz.
 
 The solution u of A(p) u = b is one operator of the tape. The cotangent of b is λ = A⁻ᵀ ū, from the same factors. The
 cotangent of p is that of -λᵀ A(p) u, a reverse pass through the user's operator, which takes place if p is a variable.
@@ -469,9 +469,10 @@ def factorized(
         (n, N) with this rank's n rows, or their ``(rows, columns)``, as in `DistributedMatrix.from_pattern`. By default, on
         one rank, and for at most 2,000 unknowns, all entries are computed.
     method : {"auto", "schwarz", "gathered"}
-        On one rank, SuperLU factors the matrix. On several ranks, "gathered" means that rank 0 factors the whole matrix,
-        and solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by
-        overlapping local factors. "auto" is "gathered" for at most 20,000 unknowns, and "schwarz" for more.
+        On one rank, SuperLU factors the matrix. On several ranks, "gathered" means that each rank factors the whole matrix:
+        several right-hand sides are divided among the ranks. For more than 20,000 unknowns, only rank 0 factors it, and
+        solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by overlapping
+        local factors. "auto" is "gathered" for at most 20,000 unknowns, and "schwarz" for more.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the operator; by default those of the pattern or matrix.
 

@@ -479,11 +479,23 @@ def test_factors_after_a_communicator_of_the_same_domain_was_freed():
 
 @pytest.mark.skipif("MPI.COMM_WORLD.size == 1")
 @pytest.mark.unguarded
-def test_a_solve_with_gathered_factors_takes_two_messages_after_the_comparison(rank_rng, operations):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_messages_of_solves_with_gathered_factors_after_the_comparison(rank_rng, operations, monkeypatch, is_large):
+    """Each rank has the factors of a small matrix: a solve takes one message, or divides right-hand sides among ranks."""
+    if is_large:
+        monkeypatch.setattr("mpiad.linalg.distributed_matrix._MOST_COPIED", 1)
     case = Case(rank_rng, "gathered")
-    solve, b = case.solver(case.local(case.k)), case.local(case.several)
-    assert operations(lambda: solve(b)) == operations(lambda: solve.T(b)) == ["Allreduce", "Gatherv", "Scatterv"]
-    case.close(solve(b), np.linalg.solve(case.matrix, case.several.reshape(3, -1).T).T)
+    solve, b, several = case.solver(case.local(case.k)), case.local(case.b), case.local(case.several)
+    divided = ["Allreduce", "Alltoallv", "Alltoallv"]
+    single = divided if is_large else ["Allreduce", "Allgatherv"]
+    assert operations(lambda: solve(b)) == operations(lambda: solve.T(b)) == single
+    # Three right-hand sides are too few for four ranks.
+    of_several = single if mpiad.mpi_size() > 3 else divided
+    assert operations(lambda: solve(several)) == operations(lambda: solve.T(several)) == of_several
+    columns = case.several.reshape(3, -1).T
+    for inverse, matrix in ((solve, case.matrix), (solve.T, case.matrix.T)):
+        case.close(inverse(b), np.linalg.solve(matrix, case.b.ravel()))
+        case.close(inverse(several), np.linalg.solve(matrix, columns).T)
 
 
 @pytest.mark.skipif("MPI.COMM_WORLD.size == 1")
