@@ -471,8 +471,8 @@ def factorized(
     method : {"auto", "schwarz", "gathered"}
         On one rank, SuperLU factors the matrix. On several ranks, "gathered" means that each rank factors the whole matrix:
         several right-hand sides are divided among the ranks. For more than 20,000 unknowns, only rank 0 factors it, and
-        solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by overlapping
-        local factors. "auto" is "gathered" for at most 20,000 unknowns, and "schwarz" for more.
+        solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by
+        overlapping local factors. "auto" is "gathered" for at most 20,000 unknowns, and "schwarz" for more.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the operator; by default those of the pattern or matrix.
 
