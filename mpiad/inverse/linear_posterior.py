@@ -37,10 +37,9 @@ from scipy.linalg import cholesky, get_blas_funcs, get_lapack_funcs, solve_trian
 from mpiad._typing import LocalArray, ReplicatedArray, Rng
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.shift_invariant_map import ShiftInvariantMap
-from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_bcast, mpi_gather
-from mpiad.transport import MAX, channel
+from mpiad.primitives import mpi_allgather, mpi_bcast, mpi_gather, mpi_scatter, mpi_sum
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import FAILURES, raise_together, raising_together, require_alike, require_same
-from mpiad.transport.core.collectives import sum_on_root
 from mpiad.transport.core.polling import wait_gently
 from mpiad.transport.core.random_keys import generator_of, shared_key
 from mpiad.transport.resources import cores
@@ -122,10 +121,8 @@ class LinearPosterior:
     def _colored(self, rows: np.ndarray) -> np.ndarray:
         """Return the products of this rank's blocks, along the last axis, with the prior's covariance."""
         flat = rows.reshape(-1, *self.F.shape[1:])
-        products = np.empty_like(flat)
-        for k in range(0, len(flat), _FIELDS):
-            products[k : k + _FIELDS] = self.prior.solve(flat[k : k + _FIELDS])
-        return products.reshape(rows.shape)
+        products = [self.prior.solve(flat[k : k + _FIELDS]) for k in range(0, len(flat), _FIELDS)]
+        return np.concatenate(products).reshape(rows.shape)
 
     def _root_array(self, *shape: int) -> np.ndarray:
         """Return a new array on the root, and an empty one of as many dimensions elsewhere."""
@@ -142,8 +139,7 @@ class LinearPosterior:
         for first in range(0, n, chunk):
             stop = min(first + chunk, n)
             last = stop if until_row else n
-            total = rows[first:stop].reshape(-1, size) @ flat[: last * width].T
-            sum_on_root(self._channel.data, total)
+            total = mpi_sum(rows[first:stop].reshape(-1, size) @ flat[: last * width].T, comm=self.F.comm)
             if self._channel.rank:
                 continue
             for i, blocks in enumerate(total.reshape(stop - first, count, last, width), first):
@@ -214,16 +210,8 @@ class LinearPosterior:
         deviation = (d - self._expected[: len(d)]).ravel()
         known = min(len(self._data), len(deviation))
         known = known if np.array_equal(self._data[:known], deviation[:known]) else 0
-        y = np.concatenate([self._white[:known], np.zeros(len(deviation) - known)])
-        if known == 0 and len(d) > 1:
-            y = self._solved_first(deviation)
-        else:
-            for first in range(known, len(y), sensors):
-                rows = slice(first, first + sensors)
-                rest = deviation[rows] - self._lower[rows, :first] @ y[:first]
-                y[rows] = solve_triangular(self._lower[rows, rows], rest, lower=True)
-        self._data, self._white = deviation, y
-        return y
+        self._data, self._white = deviation, self._solved_first(deviation, self._white[:known])
+        return self._white
 
     def _pulled(self, y: np.ndarray) -> LocalArray:
         """Return Γ Gᵀ L⁻ᵀ y by blocks of time, the deviation of the posterior's mean; y is that of the root."""
@@ -243,13 +231,16 @@ class LinearPosterior:
         fields = [self.prior.sample(generator) - self.prior.mean for _ in range(self.F.n)]
         m = _filtered(np.stack(fields), self.correlation)
         d = self.F(m) + errors @ cholesky(self._noise, lower=True).T
-        return m - self._pulled(self._solved_first(d.ravel()[:count]) if self._channel.rank == 0 else d)
+        return m - self._pulled(self._solved_first(d.ravel()[:count], d[0, :0]) if self._channel.rank == 0 else d)
 
-    def _solved_first(self, b: np.ndarray) -> np.ndarray:
-        """Return the first entries of L⁻¹ b on the root, for the first entries of b."""
-        padded = np.zeros(self._length)
-        padded[: len(b)] = b
-        return _trsv(self._lower.T, padded, lower=0, trans=1, overwrite_x=1)[: len(b)]
+    def _solved_first(self, b: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the first entries of L⁻¹ b on the root, for the first entries of b; y: those that are known."""
+        y, known, sensors = np.concatenate([y, b[len(y) :]]), len(y), self.F.n_sensors
+        for first in range(known, len(y), sensors):
+            rows = slice(first, first + sensors)
+            y[rows] -= self._lower[rows, :first] @ y[:first]
+            y[rows] = solve_triangular(self._lower[rows, rows], y[rows], lower=True)
+        return y
 
     def variance(
         self, of: int | np.ndarray | None = None, *, samples: int | None = None, rng: Rng = None
@@ -294,16 +285,15 @@ class LinearPosterior:
 
     def _reduction(self, weights: np.ndarray) -> np.ndarray:
         """Return by how much the data reduce the variances of weighted sums of ε, for each of this rank's cells."""
-        size, most = self._gamma.shape[2], int(mpi_allreduce(float(self._gamma.shape[2]), MAX, comm=self.F.comm))
+        sizes = mpi_allgather(self._gamma.shape[2], comm=self.F.comm)
         reductions, transform = [], rfft(weights, self.F.n * 2)[:, None, None]
-        for first in range(0, most, _CELLS):
-            cells = self._gamma[:, :, first : min(first + _CELLS, size)]
+        for first in range(0, max(sizes), _CELLS):
+            cells = self._gamma[:, :, first : first + _CELLS]
             mixed = irfft(rfft(cells, self.F.n * 2, axis=0) * transform, self.F.n * 2, axis=0)[: self.F.n]
             rows = mpi_gather(mixed.reshape(self._length, -1).T, axis=0, comm=self.F.comm)
             squares = self.on_root(lambda rows=rows: np.sum(self.solved(rows.T) ** 2, axis=0))
-            counts = mpi_allgather(cells.shape[2], comm=self.F.comm)
-            squares = mpi_bcast(np.empty(sum(counts)) if squares is None else squares, comm=self.F.comm)
-            reductions.append(np.split(squares, np.cumsum(counts)[:-1])[self._channel.rank])
+            counts = np.clip(np.subtract(sizes, first), 0, _CELLS).tolist()
+            reductions.append(mpi_scatter(squares, axis=0, counts=counts, comm=self.F.comm))
         return np.concatenate(reductions)
 
     def forecast(self, Q: ShiftInvariantMap) -> Forecast:

@@ -100,15 +100,24 @@ class ShiftInvariantMap:
                 if not is_variable(leaf) or np.iscomplexobj(leaf):
                     raise TypeError(f"{_CALL}: {name} must be an array of real floats, but got {leaf!r:.60}.")
         require_same(used, f"n={n}, interval={interval}", _CALL)
+
+        def advance(u: Tree, k: int, m: LocalArray) -> Tree:
+            """Return the state after interval k."""
+            for j in range(self.interval):
+                u = step(u, k * self.interval + j, m)
+            return u
+
         self.comm, self.shape = comm, (self.n, *np.shape(source))
-        self.offset = self._observations(step, observe, u0, np.broadcast_to(source, self.shape))
+        self.offset = self._observations(advance, observe, u0, np.broadcast_to(source, self.shape))
         self.n_sensors = self.offset.shape[1]
         self._length = 2 * self.n  # of the transforms, so that the last sources don't act on the first observations
         self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, math.prod(self.shape[1:])), complex)
-        adjoint, observation = self._linearized(step, u0, source), linearize(observe)(u0)
+        count, observation = min(self.n, _INTERVALS), linearize(observe)(u0)
+        several = lambda u, m: scan(advance, u, count, inputs=m)  # noqa: E731
+        adjoint = linearize(several, (0, 1))(u0, np.stack([source] * count))
         for part in self._panels():
             self._spectrum[:, part] = rfft(self._sensitivities(adjoint, observation, part), self._length, axis=0)
-        self._require_linear(step, observe, u0, np.asarray(source))
+        self._require_linear(advance, observe, u0, np.asarray(source))
 
     def __call__(self, m: LocalArray) -> ReplicatedArray:
         """Return F m; collective, and differentiable.
@@ -138,28 +147,13 @@ class ShiftInvariantMap:
                 raise ValueError(f"{_CALL}: {name} must be an array of shape (..., *{shape}), but got shape {given}.")
         return x
 
-    def _observations(self, step: Function, observe: Function, u: Tree, m: LocalArray) -> np.ndarray:
-        rows = []
-        for i in range(self.n):
-            for k in range(i * self.interval, (i + 1) * self.interval):
-                u = step(u, k, m[i])
-            rows.append(np.asarray(observe(u), float))
+    def _observations(self, advance: Function, observe: Function, u: Tree, m: LocalArray) -> np.ndarray:
+        rows = scan(advance, u, self.n, inputs=m, observe=lambda u, k: observe(u))[1]
         with raising_together(self._channel):
-            if rows[0].ndim != 1 or not rows[0].size:
+            if np.ndim(rows) != 2 or not np.size(rows):
                 raise ValueError(f"{_CALL}: observe must return a vector of the sensors' values, but got {rows[0]!r:.60}.")
-        require_same(self._channel, f"{rows[0].size} sensors", _CALL)
-        return np.stack(rows)
-
-    def _linearized(self, step: Function, u0: Tree, source: LocalArray) -> Linearization:
-        """Return the derivative of the state after several intervals with respect to the first state and the sources."""
-
-        def interval(u: Tree, k: int, m: LocalArray) -> Tree:
-            for _ in range(self.interval):
-                u = step(u, 0, m)
-            return u
-
-        count = min(self.n, _INTERVALS)
-        return linearize(lambda u, m: scan(interval, u, count, inputs=m), (0, 1))(u0, np.stack([source] * count))
+        require_same(self._channel, f"{rows.shape[1]} sensors", _CALL)
+        return rows
 
     def _sensitivities(self, adjoint: Linearization, observation: Linearization, part: slice) -> np.ndarray:
         """Return the rows of F_0, F_1, ... for some sensors, of shape (n, sensors, size of a source)."""
@@ -171,12 +165,12 @@ class ShiftInvariantMap:
             rows += [np.reshape(of_source, (len(seeds), -1)) for of_source in np.moveaxis(of_sources, 1, 0)[::-1]]
         return np.stack(rows[: self.n])
 
-    def _require_linear(self, step: Function, observe: Function, u0: Tree, source: LocalArray) -> None:
+    def _require_linear(self, advance: Function, observe: Function, u0: Tree, source: LocalArray) -> None:
         self.offset = self.offset - self(np.broadcast_to(source, self.shape))
         random = np.random.default_rng([self._channel.rank, self.n])
         for scale in (1.0, -3.0):
             m = scale * random.standard_normal(self.shape)
-            seen, expected = self._observations(step, observe, u0, m), self(m)
+            seen, expected = self._observations(advance, observe, u0, m), self(m)
             error = np.abs(seen - self.offset - expected)
             i = int(np.argmax(error.max(axis=1)))
             largest = float(np.abs(expected).max())

@@ -119,7 +119,6 @@ def test_panels(case, monkeypatch):
     """Covariances, cells and fields in many parts give the same posterior."""
     domain, posterior, dense, d = case
     monkeypatch.setattr("mpiad.inverse.shift_invariant_map._PANEL_BYTES", 1)  # one sensor at a time
-    monkeypatch.setattr("mpiad.transport.core.collectives._PIECE", 7)
     for name, value in (("_FIELDS", 4), ("_CELLS", 5), ("_BLOCK", 4)):
         monkeypatch.setattr(f"mpiad.inverse.linear_posterior.{name}", value)
     parts = LinearPosterior(posterior.F, posterior.prior, NOISE, correlation=posterior.correlation)

@@ -38,8 +38,6 @@ _OF_KIND = {
     "c": ("SUM", "PROD"),
 }
 
-_PIECE = 1 << 14  # entries that `sum_on_root` adds at once
-
 
 def defined_for(kind: str) -> tuple[str, ...]:
     """Return the names of the reductions for a dtype's `kind`; all names if it isn't a number."""
@@ -84,15 +82,6 @@ def start_sum_in_place(channel: Channel, array: np.ndarray, comm: Comm) -> Summa
 def sum_in_place(comm: Comm, array: np.ndarray) -> None:
     """Sum host arrays in place."""
     comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-
-
-def sum_on_root(comm: Comm, array: np.ndarray) -> None:
-    """Add the other ranks' contiguous host arrays to the array of rank 0."""
-    # By pieces that stay in the caches: MPICH sums arrays of 30 MB at a quarter of the rate.
-    entries = array.reshape(-1)
-    for first in range(0, len(entries), _PIECE):
-        piece = entries[first : first + _PIECE]
-        comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else piece, piece, MPI.SUM)
 
 
 # Maxima and minima of floating-point numbers, as in NumPy: a NaN on any rank gives NaN on all.
