@@ -74,9 +74,13 @@ def own(stepping: Stepping, state: Sequence[Array]) -> list[Array]:
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
     """Yield the spans of steps that run together, in order."""
+    tape: Any = tracing.tape
+    is_kept = tape is not None and tape.passes in ("kept", "recorded")
     while first < stop:
-        # The length of a program is known after the first step. Steps that don't fill a program run one by one.
+        # The length of a program is known after the first step. Steps that don't fill a program run one by one, but for a
+        # record of many passes, in which they are worth a program of their own.
         length, rest = stepping.steps_per_program, stop - first
+        length = min(length, rest) if is_kept else length
         span = Span(first, stop - rest % length if rest >= length > 1 else first + 1)
         yield span
         first = span.stop

@@ -93,6 +93,26 @@ def test_the_length_of_programs_does_not_depend_on_what_runs_first():
     assert 1 < min(lengths)
 
 
+def test_a_kept_record_of_a_short_loop_is_one_program_after_the_first_step():
+    """The first call traces the step; the record that it makes is used by all products."""
+    mine = DOMAIN.owned[0]
+    advance = mpiad.jit(lambda u, k, a: step({"u": u, "before": u}, k, 0.0, anp.stack([a, a]))["u"], strict=True)
+    linear = mpiad.linearize(lambda u, a: scan(advance, u, 9, a), (0, 1))(START[mine], 0.2)
+    assert max(key[2] for key in advance._derived if type(key) is tuple) == 8
+
+    def last(u, a):
+        for _ in range(9):
+            u = u + a * (np.roll(u, 1) + np.roll(u, -1) - 2 * u) + 0.01 * a * u**3 - 0.1 * u
+        return u
+
+    expected = last(START + 1e-30j * np.cos(START), 0.2 + 0.7e-30j).imag / 1e-30
+    np.testing.assert_allclose(linear.jvp((np.cos(START)[mine], 0.7)), expected[mine], rtol=1e-12)
+    weights = np.sin(3.0 * START)
+    of_u, of_a = linear.vjp(weights[mine])
+    product = COMM.allreduce(np.sum(of_u * np.cos(START)[mine]) + 0.7 * of_a)
+    np.testing.assert_allclose(product, np.sum(weights * expected), rtol=1e-12)
+
+
 @pytest.mark.serial
 def test_a_step_that_is_run_with_inputs_and_without():
     advance, u = mpiad.jit(lambda u, k, force=0.5: anp.sin(u) * 0.9 + force * u, strict=True), np.linspace(0.1, 1.0, 5)
