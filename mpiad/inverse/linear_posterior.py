@@ -10,7 +10,8 @@ mean + Γ Gᵀ L⁻ᵀ y (by blocks of time), and the forecast of other observat
 the data. Data are ordered by time, so the leading block of L is the factor for the data so far: nothing is updated when
 further data arrive, and only the rows of y for these data are computed [1]_.
 
-The root stores K, of (n n_sensors)² numbers, and factors it in place. Every rank stores its columns of F and G Γ.
+The root stores the lower triangle of K, of ½ (n n_sensors)² numbers, and factors it in place. Every rank stores its columns
+of F and G Γ.
 
 References
 ----------
@@ -151,7 +152,8 @@ class LinearPosterior:
     def _factored(self) -> np.ndarray:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
         n, sensors, _ = self._gamma.shape
-        lower = _lower_triangle(n * sensors) if self._channel.rank == 0 else np.empty((0, 0))
+        with raising_together(self._channel):
+            lower = _lower_triangle(n * sensors if self._channel.rank == 0 else 0)
         blocks = lower.reshape((n, sensors, n, sensors) if self._channel.rank == 0 else (0, 0, 0, 0))
         for part in self.F._panels():
             self._running_sum(self._driven(self.F, part), self._gamma, blocks[:, part], until_row=True)
@@ -445,7 +447,7 @@ def _checked(F: ShiftInvariantMap, prior: GaussianPrior, noise: float | np.ndarr
         )
     if not np.all(np.linalg.eigvalsh(covariance) > 0.0):
         raise ValueError(f"{_CALL}: the covariance of the noise must be positive definite.")
-    size, installed = 8 * (F.n * count) ** 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size, installed = 4 * (F.n * count) ** 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > installed:
         raise ValueError(
             f"{_CALL}: the covariance of {F.n * count} data takes {size / 1e9:.3g} GB, but the machine has "
