@@ -82,13 +82,7 @@ def take_literally(app, what, name, obj, options, lines):
     lines[:] = _INITIAL.sub(r"\1\\. ", text).split("\n")
 
 
-def hide_protocol_arguments(app, what, name, obj, options, signature, returns):
-    """Leave out the signature of a protocol, (*args, **kwargs): it has no instances of its own."""
-    return ("", returns) if getattr(obj, "_is_protocol", False) else None
-
-
 def setup(app):
     """Register the above, before napoleon sees the docstrings; show an alias that is part of a union by its name."""
     TypeAliasForwardRef.__repr__ = lambda alias: alias.name
     app.connect("autodoc-process-docstring", take_literally, priority=100)
-    app.connect("autodoc-process-signature", hide_protocol_arguments)
