@@ -44,8 +44,9 @@ class TypesOnly(SphinxPostTransform):
 def as_users_write(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Leave private parameters of classes out of a signature, and show the values of constants of the library. A protocol, which
-    has no instances, has no signature.
+    """Leave private parameters of classes out of a signature, and show the values of constants of the library.
+
+    A protocol, which has no instances, has no signature.
     """
     if getattr(obj, "_is_protocol", False):
         return "", returned

@@ -38,8 +38,8 @@ class ArrayModule(Protocol):
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether NumPy arrays may be combined with them, as constants: False on a device, and True for arrays in the trace of a
-        compiled program.
+        Whether NumPy arrays may be combined with them, as constants: False on a device, and True for arrays in the trace of
+        a compiled program.
     """
 
     name: str
