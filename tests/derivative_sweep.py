@@ -644,7 +644,9 @@ def page() -> str:
     rows = rows_of(table)
     complete = [f"`{name}`" for name, cells in rows.items() if set(cells[: len(MODES)]) == {"yes"}]
     lines += [
-        f"| `{name}` | {_summary(cells)} | {calls} |" for name, (*cells, calls) in rows.items() if f"`{name}`" not in complete
+        f"| `{name}` | {_summary(cells)} | {calls} |"
+        for name, (*cells, calls) in rows.items()
+        if f"`{name}`" not in complete
     ]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
     text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
