@@ -17,6 +17,10 @@ document.addEventListener("DOMContentLoaded", () => {
     const words = name.textContent.length > (isWide ? 8 : 14) ? name.textContent.split(ends) : [];
     if (words.length) name.replaceChildren(...words.flatMap((word) => [word, document.createElement("wbr")]).slice(0, -1));
   }
+  // Tables that are still wider than the screen are set in the size of those with five columns.
+  for (const around of document.querySelectorAll(".table-wrapper")) {
+    if (around.scrollWidth > around.clientWidth) around.firstElementChild.classList.add("wide");
+  }
   // Short words of code in the text, such as --signal=TERM@120, don't break at their hyphens.
   for (const word of document.querySelectorAll("article :is(p, li) > code .pre")) {
     if (word.textContent.includes("-") && word.textContent.length < 25) word.style.whiteSpace = "nowrap";
