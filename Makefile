@@ -14,6 +14,7 @@
 #   SEED          what both are drawn from; another one at each run by default
 #   MUTANTS       how many mutants of the library `make test-all` runs the tests on; none by default
 #   THOROUGH      1: every test on every number of ranks; else each on one, and on others only if it differs there
+#   DEMO          arguments of `make demo`, for example DEMO="--coarsen 3"
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
 #   DIST          a folder for the distributions and the bill of materials

@@ -594,9 +594,21 @@ def rows_of_page() -> dict[str, list[str]]:
     text = PAGE.read_text()
     complete = text.partition("## All four derivatives")[2].partition("\n## ")[0]
     functions = text.partition("## Methods, attributes and operators of arrays")[0]
-    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", functions, re.MULTILINE)
-    rows = {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in found}
+    found = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*) \|$", functions, re.MULTILINE)
+    rows = {name: [*_cells_of(available), calls.strip()] for name, available, calls in found}
     return rows | {name: ["yes"] * len(MODES) + [""] for name in re.findall("`(.*?)`", complete)}
+
+
+def _summary(cells: list[str]) -> str:
+    """Return the most frequent one of the four cells, and the derivatives whose cells differ: in part; forward: yes."""
+    most = max(cells, key=cells.count)
+    return "; ".join([most, *(f"{mode}: {cell}" for mode, cell in zip(MODES, cells) if cell != most)])
+
+
+def _cells_of(summary: str) -> list[str]:
+    most, *others = summary.split("; ")
+    differing = dict(other.split(": ") for other in others)
+    return [differing.get(mode, most) for mode in MODES]
 
 
 def against_page(table: Table) -> list[str]:
@@ -627,11 +639,15 @@ def page() -> str:
     bad = wrong(table) + wrong(others) + wrong(run(method_cases(METHODS + CONSTANT_METHODS)))
     if bad:
         raise SystemExit("\n".join(bad))
-    head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Unsupported calls")
+    head = ("Function", "Available", "Unsupported calls")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     rows = rows_of(table)
     complete = [f"`{name}`" for name, cells in rows.items() if set(cells[: len(MODES)]) == {"yes"}]
-    lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items() if f"`{name}`" not in complete]
+    lines += [
+        f"| `{name}` | {_summary(cells)} | {calls} |"
+        for name, (*cells, calls) in rows.items()
+        if f"`{name}`" not in complete
+    ]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
     text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
     return TEXT.format(table="\n".join(lines), **text) + methods_section()
@@ -678,7 +694,10 @@ These raise an error in a derivative: an `AttributeError` or a `TypeError` that 
 
 Values in traces of plain autograd (`autograd.grad`) have autograd's own methods only.
 """
-TEXT = """# NumPy's functions: which derivatives are available
+TEXT = """---
+other_names: autograd's
+---
+# NumPy's functions: which derivatives are available
 
 This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
 {{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse mode, in forward mode, and to second order by reverse
@@ -697,6 +716,8 @@ over reverse and by forward over reverse. Tests compare each derivative with fin
 {complete}.
 
 ## Some of the derivatives
+
+The second column holds for all four derivatives, except for those that it names.
 
 - *yes*: the derivative is available.
 - *in part*: the calls in the last column raise a `NotImplementedError` that names the function. In these calls, `x` is the

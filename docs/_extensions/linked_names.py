@@ -3,7 +3,8 @@
 Pages and docstrings write names as plain code. After a page is read, each piece of code that is the whole name of
 something public becomes a link to where it is described: ours in these pages, those of NumPy, SciPy and mpi4py where
 intersphinx's inventories say (autograd publishes none). Code that names nothing stays as it is, and so does code that the
-role `other` marks as a name of another library: {other}`Event(cond_fn)`.
+role `other` marks as a name of another library: {other}`Event(cond_fn)`. A page whose metadata has
+`other_names` links none.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LinkedNames(SphinxPostTransform):
 
     def run(self, **_: object) -> None:
         """Go through the code of a page that isn't part of a link or a heading already."""
+        if "other_names" in self.env.metadata[self.env.current_document.docname]:
+            return
         for literal in list(self.document.findall(nodes.literal)):
             is_link = any(isinstance(parent, (nodes.reference, nodes.title)) for parent in _ancestors(literal))
             if not is_link and "other" not in literal["classes"]:

@@ -44,6 +44,6 @@ def use_titles(app: Sphinx, page: str, template: str, context: dict, document: n
 
 def setup(app: Sphinx) -> dict:
     """Register both, the second before the theme asks for the tree."""
-    app.connect("env-check-consistency", keep_titles)
+    app.connect("env-updated", keep_titles)  # also if no page has changed
     app.connect("html-page-context", use_titles, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

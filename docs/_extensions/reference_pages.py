@@ -44,7 +44,12 @@ class TypesOnly(SphinxPostTransform):
 def as_users_write(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Leave private parameters of classes out of a signature, and show the values of constants of the library."""
+    """Leave private parameters of classes out of a signature, and show the values of constants of the library.
+
+    A protocol, which has no instances, has no signature.
+    """
+    if getattr(obj, "_is_protocol", False):
+        return "", returned
     if signature:
         each = _parameters(signature[1:-1])
         shown = [one for one in each if not (what == "class" and one.startswith("_"))]

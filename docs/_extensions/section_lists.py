@@ -10,13 +10,12 @@ from sphinx.application import Sphinx
 
 LONGEST = 16_000  # characters of a page without a list
 FEWEST = 4  # sections of a page with one, their parts included
-TABLES = "reference/"  # these pages begin with tables of names
 
 
 def add_list(app: Sphinx, document: nodes.document) -> None:
     """Insert links to the sections of a long page before the first of them."""
     page = next(document.findall(nodes.section), None)
-    if page is None or app.env.docname.startswith(TABLES) or len(document.astext()) <= LONGEST:
+    if page is None or len(document.astext()) <= LONGEST:
         return
     sections = sections_of(page)
     if sum(1 + len(sections_of(section)) for section in sections) >= FEWEST:

@@ -13,8 +13,17 @@ document.addEventListener("DOMContentLoaded", () => {
 document.addEventListener("DOMContentLoaded", () => {
   const ends = /(?<=[._(=/])(?=[\w"])|(?<=[a-z])(?=[A-Z])/;
   for (const name of document.querySelectorAll("table.docutils code .pre")) {
-    const words = name.textContent.length > 14 ? name.textContent.split(ends) : [];
+    const isWide = name.closest("table").querySelector("th:nth-child(5)");
+    const words = name.textContent.length > (isWide ? 8 : 14) ? name.textContent.split(ends) : [];
     if (words.length) name.replaceChildren(...words.flatMap((word) => [word, document.createElement("wbr")]).slice(0, -1));
+  }
+  // Tables that are still wider than the screen are set in the size of those with five columns.
+  for (const around of document.querySelectorAll(".table-wrapper")) {
+    if (around.scrollWidth > around.clientWidth) around.firstElementChild.classList.add("wide");
+  }
+  // Short words of code in the text, such as --signal=TERM@120, don't break at their hyphens.
+  for (const word of document.querySelectorAll("article :is(p, li) > code .pre")) {
+    if (word.textContent.includes("-") && word.textContent.length < 25) word.style.whiteSpace = "nowrap";
   }
   for (const signature of document.querySelectorAll(".sig-object")) {
     signature.querySelector(".sig-paren")?.after(document.createElement("wbr"));

@@ -79,6 +79,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     Parameters
     ----------
     arrays : sequence of array
+        Arrays of one shape, all on the host or on one device; they may be traced.
     axis : int
         Position of the new axis in the result.
 

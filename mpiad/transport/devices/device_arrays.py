@@ -26,20 +26,20 @@ class ArrayModule(Protocol):
     """The functions that make and copy arrays of one kind, on one device.
 
     Two modules are equal if arrays of one can be used with arrays of the other without a copy: same kind, same
-    device. All arrays made are C-contiguous. A *queued* operation may continue after the call returns, in the order of
+    device. All arrays made are C-contiguous. A queued operation may continue after the call returns, in the order of
     the current stream, as arithmetic on device arrays does.
 
     Attributes
     ----------
     name : str
-        Name of the arrays, such as "CuPy", in error messages and for `arrays_named`.
+        Name of the arrays in error messages, such as "CuPy".
     kind : type
         Type of the arrays.
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether NumPy arrays may be combined with them, as constants: True only for `TracedArray`, which stands for an array
-        in the trace of a compiled program; False on a device.
+        Whether NumPy arrays may be combined with them, as constants: False on a device, and True for arrays in the trace of
+        a compiled program.
     """
 
     name: str
