@@ -39,7 +39,7 @@ from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, key_of, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, compared_parts, digest_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, RankReport, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
 from mpiad.ensemble.reduction import combined, joined, reduced
@@ -249,12 +249,12 @@ def _over_ranks(
     except FAILURES as error:  # raised on all ranks together
         share = error
     traced = not isinstance(share, BaseException) and isbox(share.u_end)
-    report = RankReport(
-        bool(compiler.kernels), traced, compiler.warnings, digests_of(problem, options.events), compiler.not_finite
-    )
+    digest = digest_of(problem, options.events)
+    report = RankReport(bool(compiler.kernels), traced, compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
     times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
-    share, outcomes = outcomes_of_all(channel, share, calls, report, times)
+    compared = partial(compared_parts, problem, options.events)
+    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times)
     compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
     compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.

@@ -26,10 +26,10 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_leaves
-from mpiad.ensemble.members import key_of, own_members
+from mpiad.ensemble.members import key_of, own_members, rng_of
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of, remake
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digest_of, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
@@ -753,7 +753,8 @@ def _checked_together(channel: Channel, arguments: SolveOptions, max_iters: int)
     def described(options: SolveOptions) -> list[object]:
         shown = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
         shown += f", max_iters={max_iters}, {type(arguments.problem).__name__}, {options.trajectories} of them"
+        shown += f", {rng_of(arguments.problem, 'ensemble.steady_state')}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (options.rtol, options.atol)]
-        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digests_of(arguments.problem)]
+        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digest_of(arguments.problem)]
 
     return alike_on_all(channel, lambda: _checked(arguments, max_iters), described, "steady_state")
