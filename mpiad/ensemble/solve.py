@@ -1,7 +1,7 @@
 """`solve`: the solution of an ODE, or of an ensemble of ODEs.
 
 `solve` checks its options; `_over_ranks` divides an ensemble among ranks, and gathers the results; `_ensemble` solves it
-batch by batch; `_solved` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
+batch by batch; `solved_batch` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
 `_by_kernel_or_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the
 backend's loop over steps in NumPy (`working_set.integrate`). Both return an `Outcome`; `solution_of` makes it a solution.
 
@@ -291,7 +291,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: in
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
         batch, template = own_members(problem, numbers, repeat, key, options.count)
-        sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
+        sol = solved_batch(options, compiler, batch, on_end, numbers.start - 1)
         if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
             sol.t = save_times(options.saveat, template.plain())
@@ -307,7 +307,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: in
         return reduced(problem, batches, solved)
 
 
-def _solved(
+def solved_batch(
     options: SolveOptions, compiler: Compiler, inputs: Batch, on_end: Progress = None, first: int = 0
 ) -> EnsembleSolution:
     """Solve a batch; `first`: the index of its first trajectory in the ensemble."""
