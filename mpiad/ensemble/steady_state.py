@@ -699,7 +699,7 @@ def _integrated(
 
 def _is_unstable(jacobian: Array, mass: Array | None) -> bool:
     """Return whether perturbations of a steady state grow, so that a solve can start at it but not approach it."""
-    rates = scipy.linalg.eigvals(jacobian, mass)
+    rates: Array = scipy.linalg.eigvals(jacobian, mass)
     rates = rates[np.isfinite(rates)]
     return bool(rates.real.max(initial=0.0) > _ZERO_RATE * np.abs(rates).max(initial=0.0))
 
