@@ -237,7 +237,9 @@ class FunctionReader:
             raise Unknown
         common = next((base.__dict__[name] for base in bases if name in base.__dict__), MISSING)
         method = self._wrapped(common) or common
-        if isinstance(method, FunctionType) and kind is not type:
+        if isinstance(common, staticmethod):
+            common = common.__func__
+        elif isinstance(method, FunctionType) and kind is not type:
             common = MethodType(method, value)
         elif hasattr(type(common), "__get__") or (common is MISSING and name not in own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
@@ -369,18 +371,26 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
 
 @lru_cache(maxsize=256)
 def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the chains of attributes read from `self`; raise Unknown if a nested function uses it or it is assigned."""
-    first = code.co_varnames[:1]
-    if not first or first[0] in code.co_cellvars:
+    """Return the chains of attributes read from `self`, in nested functions, too; raise Unknown if it is assigned."""
+    if not code.co_varnames:
         raise Unknown
+    return tuple(dict.fromkeys(_reads_of_variable(code, code.co_varnames[0])))
+
+
+def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
+    # Nested functions, such as comprehensions, read the variable from a cell; creating them loads the cell itself.
+    in_cell = variable in (*code.co_cellvars, *code.co_freevars)
     reads = []
     for operation, name, attributes in _chains(code):
-        if operation in ("LOAD_FAST", "LOAD_FAST_BORROW"):
-            reads += [attributes] if name == first[0] else []
+        if operation == "LOAD_DEREF" if in_cell else operation in ("LOAD_FAST", "LOAD_FAST_BORROW"):
+            reads += [attributes] if name == variable else []
+        elif in_cell and operation in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CLOSURE", "MAKE_CELL"):
+            continue
         # In newer Pythons an instruction may load two names; it isn't analyzed which one an attribute belongs to.
-        elif "FAST" in operation and first[0] in (name if isinstance(name, tuple) else (name,)):
+        elif ("FAST" in operation or "DEREF" in operation) and variable in (name if isinstance(name, tuple) else (name,)):
             raise Unknown
-    return tuple(dict.fromkeys(reads))
+    nested = [inner for inner in _nested(code) if variable in inner.co_freevars]
+    return reads + [read for inner in nested for read in _reads_of_variable(inner, variable)]
 
 
 @lru_cache(maxsize=256)

@@ -51,13 +51,18 @@ def text_of(f: Function) -> str:
 
 def _portable(value: object) -> object:
     if isinstance(value, CodeType):
-        return value.co_code, value.co_names, _portable(value.co_consts)
+        return _code_digest(value)
     if isinstance(value, frozenset):
         return sorted(map(repr, value))  # the order of a set varies between processes
     if isinstance(value, tuple):
         return tuple(map(_portable, value))
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     return value if name is None else name  # instead of the repr, which contains the address
+
+
+@lru_cache(1024)
+def _code_digest(code: CodeType) -> str:
+    return hashlib.blake2b(repr((code.co_code, code.co_names, _portable(code.co_consts))).encode()).hexdigest()
 
 
 def without_floats(fingerprint: Fingerprint | None) -> Fingerprint | None:

@@ -52,9 +52,11 @@ class Concatenation:
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays contained in a vector."""
-        return [self._part(vector, a, b, spec) for a, b, spec in zip(self._offsets, self._offsets[1:], self.specs)]
+        return [self.part(vector, k) for k in range(len(self.specs))]
 
-    def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
+    def part(self, vector: Array, k: int) -> Array:
+        """Return the array number k contained in a vector."""
+        a, b, spec = *self._offsets[k : k + 2], self.specs[k]
         if a == b:
             return spec.zeros()
         # Slicing the whole vector is avoided, since the adjoint would allocate an array.

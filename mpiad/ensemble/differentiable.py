@@ -7,7 +7,7 @@ are differentiated again, traceable functions repeat ("replay") the steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import autograd.numpy as anp
@@ -165,23 +165,26 @@ def differentiable(
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     solved = _SolvedRun(run, saved, sol.u_end.reshape(count, d))
     vector = solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved)
-    u, u_end, *times = solved.layout.parts(vector)
+    part = cache(partial(solved.layout.part, vector))
+    shape = sol.u_end.shape
     if ends:
-        return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
-    changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
-    if not times:
-        return changed(sol, {}, **changes)
-    reached, crossed = map(to_host, times)
+        return at_ends(sol, lambda: batch.u0, anp.reshape(part(1), shape))
+    # A program reads few of the results, and each one that it reads takes several operations.
+    later: dict[str, Callable[[], object]] = {"u_end": lambda: anp.reshape(part(1), shape)}
+    if run.settings.events:
 
-    def of_table() -> EventRows:
-        ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
-        ids = ids.astype(int)
-        return EventRows(ids, event.astype(int), traced_times(ids, when, run.crossed_row, run.live, reached, crossed))
+        def of_table() -> EventRows:
+            ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
+            ids = ids.astype(int)
+            times = traced_times(ids, when, run.crossed_row, run.live, *map(to_host, (part(2), part(3))))
+            return EventRows(ids, event.astype(int), times)
 
-    later: dict[str, Callable[[], object]] = {}
-    if events is not None or run.outcome.event_table is not None:
-        later["_event_rows"] = of_table if events is None else partial(events, reached, crossed)
-    return changed(sol, later, t_reached=reached, **changes)
+        later["t_reached"] = lambda: to_host(part(2))
+        if events is not None:
+            later["_event_rows"] = lambda: events(to_host(part(2)), to_host(part(3)))
+        elif run.outcome.event_table is not None:
+            later["_event_rows"] = of_table
+    return changed(sol, later, u=anp.reshape(part(0), sol.u.shape))
 
 
 class _SolvedRun:

@@ -313,7 +313,8 @@ class DoseTable:
 
     @staticmethod
     def _check_lengths(times: Sequence[Array], amounts: Sequence[Array]) -> None:
-        if anp.ndim(amounts) and len(times) != len(amounts):
+        # A list may mix numbers with columns.
+        if (isinstance(amounts, (list, tuple)) or anp.ndim(amounts)) and len(times) != len(amounts):
             raise ValueError(
                 f"Event.doses: there must be one amount per time, but got {len(times)} times and {len(amounts)} amounts."
             )

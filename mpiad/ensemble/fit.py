@@ -22,10 +22,10 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, LeastSquares, Stopping, scaled_factor
-from mpiad.ensemble.members import as_state, key_of, members
+from mpiad.ensemble.members import as_state, key_of, members, rng_of
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digest_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
@@ -493,10 +493,11 @@ def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
         arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
-        digests = digests_of(plan.options.problem, plan.options.events)
+        digest = digest_of(plan.options.problem, plan.options.events)
+        short += f", {rng_of(options.problem, 'fit')}"
         shown = {"p0": arguments.p0, "bounds": arguments.bounds, "saveat": options.saveat, "atol": options.atol}
         text = lambda: ", ".join([*(f"{name}={value!r:.60}" for name, value in shown.items()), short])  # noqa: E731
-        return [text, short, *arrays, digests]
+        return [text, short, *arrays, digest]
 
     return alike_on_all(channel, lambda: planned(arguments), described, "fit")
 

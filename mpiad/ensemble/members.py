@@ -18,17 +18,23 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.pytrees import flatten, leaf_paths
 from mpiad.transport import Channel
 from mpiad.transport.core.buffers import conversion
-from mpiad.transport.core.random_keys import generator_of, shared_key
+from mpiad.transport.core.random_keys import generator_of, shared_key, text_of_rng
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
 def key_of(problem: object, channel: Channel | None, call: str) -> int:
     """Return the key that a solve draws for the generators of its trajectories; 0 if it draws no random numbers.
 
-    All ranks of a channel raise a ValueError if `rng` differs between them.
+    The ranks of a channel have compared `rng_of`.
     """
-    takes_generator = isinstance(problem, EnsembleProblem) and _takes_generator(problem.prob_func)
-    return shared_key(problem.rng, channel, call) if takes_generator else 0  # type: ignore[attr-defined]
+    draws = isinstance(problem, EnsembleProblem) and _takes_generator(problem.prob_func)
+    return shared_key(problem.rng, channel, call, compare=False) if draws else 0  # type: ignore[attr-defined]
+
+
+def rng_of(problem: object, call: str) -> str:
+    """Return the text by which ranks compare the `rng` of a problem; raise an error if it is invalid."""
+    draws = isinstance(problem, EnsembleProblem) and _takes_generator(problem.prob_func)
+    return text_of_rng(getattr(problem, "rng", None), call, draws)
 
 
 def _takes_generator(fun: Function | None) -> bool:

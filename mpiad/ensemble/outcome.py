@@ -92,7 +92,7 @@ class ConvergenceCode(NamedCode):
     MaxIters = "MaxIters"
     """The fit or the search didn't converge within the maximum number of evaluations or steps."""
     Singular = "Singular"
-    """The data don't determine all variables, or f = 0 and the conserved combinations don't determine the state."""
+    """The data don't determine all variables, or f = 0, conserved combinations and long solves determine no state."""
     InitialFailure = "InitialFailure"
     """At the start the solve failed, or the residuals or f weren't finite."""
     ConvergenceFailure = "ConvergenceFailure"

@@ -194,14 +194,19 @@ def arrays_of_rows(problem: EnsembleProblem) -> dict[str, Array]:
     return {name: rows for name in ("u0", "p", "tspan") if (rows := getattr(problem, name)) is not None}
 
 
-def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return digests, which ranks compare, of code, values it reads, and arrays (on a device only shape and dtype)."""
+def compared_parts(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, list[object]]:
+    """Return what ranks compare, by name: code, values it reads, and arrays (on a device only shape and dtype)."""
     ode = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan of the problem": ode.tspan, "p of the problem": ode.p}
     if ode is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p", "tspan")}
     parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
-    return {name: fingerprint(*_comparable(part)) for name, part in parts.items()}
+    return {name: _comparable(part) for name, part in parts.items()}
+
+
+def digest_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> int:
+    """Return one digest of all `compared_parts`."""
+    return fingerprint(*[x for name, parts in compared_parts(problem, events).items() for x in (name, *parts)])
 
 
 def _comparable(part: object) -> list[object]:
@@ -211,10 +216,10 @@ def _comparable(part: object) -> list[object]:
         if callable(leaf):
             parts.append(text_of(leaf))
         elif is_device_array(leaf):
-            parts.append((leaf.shape, leaf.dtype))
+            parts.append((leaf.shape, str(leaf.dtype)))
         else:
             array = np.asarray(leaf)
-            parts += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
+            parts += [(array.shape, array.dtype.str), *([array] if array.dtype.kind in "biufc" else [])]
     return parts
 
 

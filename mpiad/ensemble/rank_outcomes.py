@@ -12,7 +12,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import same_for_all
-from mpiad.ensemble.events import EventRows
+from mpiad.ensemble.events import NO_EVENTS, EventRows
 from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
@@ -26,7 +26,7 @@ class RankReport(NamedTuple):
     compiled: bool
     traced: bool
     warnings: str  # about f, for the log
-    digests: dict[str, int]  # of the arguments
+    digest: int  # of the arguments
     not_finite: dict[int, str]  # for some trajectories that failed at the start: see `not_finite_entry`
 
 
@@ -92,7 +92,8 @@ class RankOutcomes:
     @property
     def events(self) -> EventRows:
         """The events of all trajectories, with untraced times."""
-        return EventRows.joined([share.events for share in self.shares], self.counts)
+        groups = [share.events for share in self.shares]
+        return EventRows.joined(groups, self.counts) if any(len(group.ids) for group in groups) else NO_EVENTS
 
     @property
     def nf(self) -> Array:
@@ -117,13 +118,16 @@ def outcomes_of_all(
     share: EnsembleSolution | BaseException,
     calls: Callable[[Array, Array], Array],
     report: RankReport,
+    compared: Callable[[], dict[str, list[object]]],
     times: Array | None = None,
 ) -> tuple[EnsembleSolution, RankOutcomes]:
     """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective.
 
+    ``compared()`` returns the arguments of the digest, by name.
     `times`: the saved times of all trajectories, shape (N, n_saved), if they are known.
     """
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
+    # One digest is sent; those of the single arguments are sent if it differs.
     if isinstance(share, BaseException):
         channel.data.allgather(None)
         raise_first(channel, share)
@@ -131,13 +135,13 @@ def outcomes_of_all(
     if any(other is None for other in shares):
         raise_first(channel, None)
     check_alike([other.kind for other in shares], "ranks")
-    for rank, other in enumerate(shares):
-        digests = other.report.digests.items()
-        names = [name for name, digest in digests if digest != shares[0].report.digests.get(name)]
-        if names:
-            text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
-            advice = "Draw random numbers with one seed, or broadcast them."
-            raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
+    rank = next((rank for rank, other in enumerate(shares) if other.report.digest != shares[0].report.digest), 0)
+    if rank:
+        digests = channel.data.allgather({name: fingerprint(*parts) for name, parts in compared().items()})
+        names = [name for name, digest in digests[rank].items() if digest != digests[0].get(name)]
+        text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
+        advice = "Draw random numbers with one seed, or broadcast them."
+        raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
     return share, RankOutcomes(shares, _times(channel, share, shares) if times is None else times, calls)
 
 

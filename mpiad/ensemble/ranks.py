@@ -215,6 +215,7 @@ class EnsembleMPI(EnsembleAlgorithm):
             )
         self.gather, self.comm = bool(gather), comm
         self._tries, self._entry, self._iteration = np.empty(0), _ENTRY, _ITERATION
+        self._bounds: Array = None  # for these costs, if they have been computed
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -224,13 +225,17 @@ class EnsembleMPI(EnsembleAlgorithm):
         # If no costs are known yet, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        return _balanced(self._tries, self._entry, self._iteration, size)
+        if self._bounds is None or len(self._bounds) != size + 1:
+            self._bounds = _balanced(self._tries, self._entry, self._iteration, size)
+        return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Store the numbers of tried steps, shape (N,), as costs; `components`: the number of components of a state."""
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
-        self._tries, self._entry = tries, lane if compiled else _ENTRY
-        self._iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
+        entry = lane if compiled else _ENTRY
+        iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
+        if (entry, iteration) != (self._entry, self._iteration) or not np.array_equal(tries, self._tries):
+            self._tries, self._entry, self._iteration, self._bounds = tries, entry, iteration, None
 
 
 def _balanced(steps: Array, entry: float, iteration: float, size: int) -> Array:

@@ -1,7 +1,7 @@
 """`solve`: the solution of an ODE, or of an ensemble of ODEs.
 
 `solve` checks its options; `_over_ranks` divides an ensemble among ranks, and gathers the results; `_ensemble` solves it
-batch by batch; `_solved` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
+batch by batch; `solved_batch` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
 `_by_kernel_or_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the
 backend's loop over steps in NumPy (`working_set.integrate`). Both return an `Outcome`; `solution_of` makes it a solution.
 
@@ -39,7 +39,7 @@ from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, key_of, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, compared_parts, digest_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, RankReport, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
 from mpiad.ensemble.reduction import combined, joined, reduced
@@ -249,12 +249,12 @@ def _over_ranks(
     except FAILURES as error:  # raised on all ranks together
         share = error
     traced = not isinstance(share, BaseException) and isbox(share.u_end)
-    report = RankReport(
-        bool(compiler.kernels), traced, compiler.warnings, digests_of(problem, options.events), compiler.not_finite
-    )
+    digest = digest_of(problem, options.events)
+    report = RankReport(bool(compiler.kernels), traced, compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
     times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
-    share, outcomes = outcomes_of_all(channel, share, calls, report, times)
+    compared = partial(compared_parts, problem, options.events)
+    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times)
     compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
     compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
@@ -291,7 +291,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: in
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
         batch, template = own_members(problem, numbers, repeat, key, options.count)
-        sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
+        sol = solved_batch(options, compiler, batch, on_end, numbers.start - 1)
         if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
             sol.t = save_times(options.saveat, template.plain())
@@ -307,7 +307,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: in
         return reduced(problem, batches, solved)
 
 
-def _solved(
+def solved_batch(
     options: SolveOptions, compiler: Compiler, inputs: Batch, on_end: Progress = None, first: int = 0
 ) -> EnsembleSolution:
     """Solve a batch; `first`: the index of its first trajectory in the ensemble."""

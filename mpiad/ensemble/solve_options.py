@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch, refuse_traced_times
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.members import check_spans
+from mpiad.ensemble.members import check_spans, rng_of
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, arrays_of_rows
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Progress, Settings
@@ -28,6 +29,7 @@ from mpiad.transport.devices.device_arrays import is_device_array, named
 
 # Arguments that ranks compare by their texts.
 _COMPARED = "alg ensemblealg rtol atol save_everystep dense_output dt dtmax max_steps compile progress throw".split()
+_values_compared = attrgetter(*_COMPARED)
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
@@ -183,26 +185,26 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
     """Return the result of `checked_options`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[object]:
-        scalars = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
-        scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(arguments.problem)}"
+        values = _values_compared(arguments)
+        others = f"trajectories={options.trajectories}, {len(options.events)} events, {_kind(arguments.problem)}"
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
-        return [lambda: f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
+
+        def text() -> str:
+            named = [f"{name}={value}" for name, value in zip(_COMPARED, values)]
+            return ", ".join([f"saveat={arguments.saveat}", *named, others])
+
+        return [text, values, others, saveat, *tolerances, options.mass]
 
     return alike_on_all(channel, lambda: checked_options(arguments), described, "solve")
-
-
-def _source(rng: object) -> object:
-    # The texts of generators contain addresses.
-    return rng if rng is None or isinstance(rng, (int, np.integer)) else type(rng).__name__
 
 
 def _kind(problem: object) -> str:
     """Return a text with the properties of a problem that determine the communication."""
     names = ("prob_func", "output_func", "reduction", "u0", "p", "tspan")
     parts = [name for name in names if getattr(problem, name, None) is not None]
-    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, rng={_source(getattr(problem, 'rng', None))}"
+    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, {rng_of(problem, 'ensemble.solve')}"
 
 
 def _mass_of(options: SolveOptions) -> Array | None:

@@ -1,8 +1,9 @@
-"""The matrices W = M/γ - h J of Rosenbrock steps, and their LU factorizations, sparse if this takes less work.
+"""The matrices W = M/γ - h J of Rosenbrock steps, J and M/τ - J of searches for steady states, and their LU factorizations.
 
-`ColumnLU` factorizes dense matrices. Matrices with a small bandwidth, in reverse Cuthill-McKee order, are factorized by
-compiled loops over the band, and others one by one by SuperLU, in an order of minimum degree. The choice depends on the
-pattern only, by counted operations: not on the number of trajectories, whose results it would change.
+They are sparse if this takes less work. `ColumnLU` factorizes dense matrices. Matrices with a small bandwidth, in reverse
+Cuthill-McKee order, are factorized by compiled loops over the band, and others one by one by SuperLU, in an order of
+minimum degree. The choice depends on the pattern only, by counted operations: not on the number of trajectories, whose
+results it would change.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import reverse_cuthill_mckee
-from scipy.sparse.linalg import SuperLU, splu
+from scipy.sparse.linalg import LinearOperator, SuperLU, onenormest, splu
 
 from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
@@ -27,6 +28,8 @@ LEAST_SPARSE = 40
 # The number of solves per factorization, and the costs, in operations of a banded factorization, of an operation of
 # SuperLU, of a call of it, and of an operation of `ColumnLU`.
 _SOLVES, _SUPERLU, _CALL, _COLUMNS = 8, 4, 50_000, 2
+# Scaled matrices count as singular up to this ratio of the smallest to the largest singular value.
+_SINGULAR = 1e-13
 
 
 class SparseLU:
@@ -221,3 +224,84 @@ class StepMatrices:
         dense = np.zeros_like(entries, shape=(self._d, self._d, entries.shape[1]))
         dense[self._pattern] = matrices
         return ColumnLU(dense)
+
+
+class Matrices:
+    """Matrices J with entries at common places, shape (n, m). If this takes less work, `sparse_lu` factorizes them."""
+
+    def __init__(self, places: Places, d: int, mass: Array | None):
+        self.places, self._d, self._mass = places, d, np.eye(d) if mass is None else mass
+        matrices = StepMatrices(places, Mass(mass, 1.0), d)
+        self._sparse = matrices if matrices.elimination else None
+
+    def solver(self, entries: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
+        """Return a function that solves J x = b, or (rate M - J) x = b, for right-hand sides b of shape (d, n)."""
+        if self._sparse is None:
+            matrices = self.dense(entries)
+            matrices = matrices if rates is None else rates[:, None, None] * self._mass - matrices
+            matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
+            return lambda right: solved_each(matrices, right.T).T
+        signed, scale = (entries.T, 0.0) if rates is None else (-entries.T, rates)
+        lu = self._sparse.factorized(signed, scale)
+
+        def solved(right: Array) -> Array:
+            x = np.array(right, signed.dtype, order="C")  # rates are doubles
+            lu.solve(x, transposed)
+            x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
+            return x
+
+        return solved
+
+    def singular(self, entries: Array, weight: Array) -> Array:
+        """Return a mask of the singular matrices, shape (n,), independent of the units of components."""
+        if self._sparse is None:
+            scaled = self.dense(entries) * weight.T[:, None]
+            rows = np.abs(scaled).max(axis=2, keepdims=True)
+            rows[rows == 0] = 1.0
+            values = np.linalg.svd(scaled / rows, compute_uv=False)
+            return values[:, -1] <= _SINGULAR * values[:, 0]
+        return np.array([self._singular(*one) for one in zip(entries, weight.T)], bool)
+
+    def _singular(self, entries: Array, weight: Array) -> bool:
+        d, (rows, columns) = self._d, self.places
+        scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
+        size = abs(scaled).max(axis=1).toarray().ravel()
+        size[size == 0] = 1.0
+        solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
+        operator: Any = LinearOperator
+        inverse = operator(
+            (d, d),
+            dtype=entries.dtype,
+            matvec=lambda x: solve((size * x.ravel())[:, None])[:, 0] / weight,
+            rmatvec=lambda x: transposed((x.ravel() / weight)[:, None])[:, 0] * size,
+        )
+        if not np.isfinite(inverse.matvec(np.ones(d))).all():
+            return True
+        norm: Any = onenormest(inverse)
+        return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
+
+    def dense(self, entries: Array) -> Array:
+        """Return the matrices as an array of shape (n, d, d); NaN if any entry is NaN."""
+        matrices = np.zeros((len(entries), self._d, self._d), entries.dtype)
+        matrices[:, self.places.rows, self.places.columns] = entries
+        matrices[np.isnan(entries).any(axis=1)] = np.nan
+        return matrices
+
+
+def solved_each(matrices: Array, right: Array) -> Array:
+    """Return the solutions of n small systems, (n, d); for singular systems, least-squares solutions of minimum norm."""
+    # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
+    rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
+    rows[rows == 0] = 1.0
+    matrices, right = matrices / rows, right[..., None] / rows
+    try:
+        return np.linalg.solve(matrices, right)[..., 0]
+    except np.linalg.LinAlgError:
+        # The systems are solved one by one, so that a singular system doesn't affect the others.
+        x = np.empty_like(right[..., 0])
+        for i, (matrix, b) in enumerate(zip(matrices, right[..., 0])):
+            try:
+                x[i] = np.linalg.solve(matrix, b)
+            except np.linalg.LinAlgError:
+                x[i] = np.linalg.pinv(matrix, rcond=_SINGULAR) @ b
+        return x

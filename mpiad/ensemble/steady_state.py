@@ -10,15 +10,14 @@ from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
-import scipy.sparse
+import scipy.linalg
 from autograd.tracer import isbox
-from scipy.sparse.linalg import LinearOperator, onenormest
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, two_at_least
+from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, two_at_least
 from mpiad.ensemble.column_lu import Mass, Places
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.conserved_totals import Totals, random_states, totals_of
@@ -26,14 +25,17 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_leaves
-from mpiad.ensemble.members import key_of, own_members
+from mpiad.ensemble.members import key_of, own_members, rng_of
 from mpiad.ensemble.methods.dormand_prince import RK45
+from mpiad.ensemble.methods.steinebach import Rodas5P
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of, remake
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digest_of, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
+from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.solve import solved_batch
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
-from mpiad.ensemble.sparse_lu import StepMatrices
+from mpiad.ensemble.sparse_lu import Matrices
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.primitives.checks import positive_count
@@ -49,7 +51,8 @@ from mpiad.transport.core.tracing import restoring_state
 # components. In each round every active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # If f conserves totals, J is singular. Steps of finite length keep the totals; for the last step, and for derivatives, some
-# equations are replaced by those of the totals (see `conserved_totals`).
+# equations are replaced by those of the totals (see `conserved_totals`). If J is singular at the root for another reason,
+# for example because what is conserved isn't linear, the steady state is the end of a long solve (see `_integrated`).
 #
 # References
 # ----------
@@ -61,73 +64,14 @@ _MOST_CONTRACTION, _TARGET_CONTRACTION = 0.5, 0.25
 _MOST_GROWTH = 10.0
 # The first step size, relative to the ratio of the largest components of u and f.
 _FIRST = 0.1
-# Scaled matrices count as singular up to this ratio of the smallest to the largest singular value.
-_SINGULAR = 1e-13
+
+# The factor by which a long solve is repeated longer, and the maximum number of such solves.
+_LONGER, _MOST_SOLVES = 10.0, 12
+# Eigenvalues of Jacobians count as zero up to this ratio to the largest one.
+_ZERO_RATE = 1e-6
 
 _ACTIVE = -1
 _LARGEST = 1e200  # limit of 1/τ
-
-
-class Matrices:
-    """Matrices J with entries at common places, shape (n, m). If this takes less work, `sparse_lu` factorizes them."""
-
-    def __init__(self, places: Places, d: int, mass: Array | None):
-        self.places, self._d, self._mass = places, d, np.eye(d) if mass is None else mass
-        matrices = StepMatrices(places, Mass(mass, 1.0), d)
-        self._sparse = matrices if matrices.elimination else None
-
-    def solver(self, entries: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
-        """Return a function that solves J x = b, or (rate M - J) x = b, for right-hand sides b of shape (d, n)."""
-        if self._sparse is None:
-            matrices = self.dense(entries)
-            matrices = matrices if rates is None else rates[:, None, None] * self._mass - matrices
-            matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
-            return lambda right: solved_each(matrices, right.T).T
-        signed, scale = (entries.T, 0.0) if rates is None else (-entries.T, rates)
-        lu = self._sparse.factorized(signed, scale)
-
-        def solved(right: Array) -> Array:
-            x = np.array(right, signed.dtype, order="C")  # rates are doubles
-            lu.solve(x, transposed)
-            x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
-            return x
-
-        return solved
-
-    def singular(self, entries: Array, weight: Array) -> Array:
-        """Return a mask of the singular matrices, shape (n,), independent of the units of components."""
-        if self._sparse is None:
-            scaled = self.dense(entries) * weight.T[:, None]
-            rows = np.abs(scaled).max(axis=2, keepdims=True)
-            rows[rows == 0] = 1.0
-            values = np.linalg.svd(scaled / rows, compute_uv=False)
-            return values[:, -1] <= _SINGULAR * values[:, 0]
-        return np.array([self._singular(*one) for one in zip(entries, weight.T)], bool)
-
-    def _singular(self, entries: Array, weight: Array) -> bool:
-        d, (rows, columns) = self._d, self.places
-        scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
-        size = abs(scaled).max(axis=1).toarray().ravel()
-        size[size == 0] = 1.0
-        solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
-        operator: Any = LinearOperator
-        inverse = operator(
-            (d, d),
-            dtype=entries.dtype,
-            matvec=lambda x: solve((size * x.ravel())[:, None])[:, 0] / weight,
-            rmatvec=lambda x: transposed((x.ravel() / weight)[:, None])[:, 0] * size,
-        )
-        if not np.isfinite(inverse.matvec(np.ones(d))).all():
-            return True
-        norm: Any = onenormest(inverse)
-        return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
-
-    def dense(self, entries: Array) -> Array:
-        """Return the matrices as an array of shape (n, d, d); NaN if any entry is NaN."""
-        matrices = np.zeros((len(entries), self._d, self._d), entries.dtype)
-        matrices[:, self.places.rows, self.places.columns] = entries
-        matrices[np.isnan(entries).any(axis=1)] = np.nan
-        return matrices
 
 
 class Equations:
@@ -241,25 +185,6 @@ class Equations:
         return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
 
 
-def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, (n, d); for singular systems, least-squares solutions of minimum norm."""
-    # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
-    rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
-    rows[rows == 0] = 1.0
-    matrices, right = matrices / rows, right[..., None] / rows
-    try:
-        return np.linalg.solve(matrices, right)[..., 0]
-    except np.linalg.LinAlgError:
-        # The systems are solved one by one, so that a singular system doesn't affect the others.
-        x = np.empty_like(right[..., 0])
-        for i, (matrix, b) in enumerate(zip(matrices, right[..., 0])):
-            try:
-                x[i] = np.linalg.solve(matrix, b)
-            except np.linalg.LinAlgError:
-                x[i] = np.linalg.pinv(matrix, rcond=_SINGULAR) @ b
-        return x
-
-
 class _Search:
     """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N)."""
 
@@ -292,7 +217,7 @@ class _Search:
             good = np.isfinite(new).all(axis=0)
             # Natural monotonicity test: the ratio of the next simplified Newton step, with the same matrix, to this step.
             following = solved(np.where(good, new - rate * self._equations.mass.times(step), 0.0))
-            contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
+            contraction = np.where(good, self.size(following, u) / self.size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
         self._u[:, ids[better]] += step[:, better]
         self._niter[ids[better]] += 1
@@ -332,14 +257,14 @@ class _Search:
             solved = self._equations.matrices.solver(self._equations.replaced(jacobian, ids))
             step = solved(-self._equations.residuals(f, self._u[:, ids], ids))
         self._jacobian[ids], self._f[:, ids] = jacobian, f
-        last = self._size(step, self._u[:, ids]) <= 1
+        last = self.size(step, self._u[:, ids]) <= 1
         self._u[:, ids[last]] += step[:, last]
         self._codes[ids[last]] = ConvergenceCode.Success.code
 
     def _weight(self, u: Array) -> Array:
         return np.maximum(self._atol + self._rtol * np.abs(u), np.finfo(u.dtype).tiny)
 
-    def _size(self, step: Array, u: Array) -> Array:
+    def size(self, step: Array, u: Array) -> Array:
         """Return the largest component of each step, relative to its tolerance."""
         return (np.abs(step) / self._weight(u)).max(axis=0)
 
@@ -591,6 +516,9 @@ def steady_state(
     If f conserves linear combinations of the components (of M u, if there is a mass matrix), such as the amount of an
     enzyme, free and bound, the steady state is the one that has their values at u0.
 
+    If the steady state isn't isolated for another reason, it is the final state of a solve, which is repeated for ten times
+    the time until its final state stays the same, by `alg` if it is a Rosenbrock method, otherwise by `Rodas5P`.
+
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
@@ -628,7 +556,8 @@ def steady_state(
     Adjoint
     -------
     By the implicit function theorem, a cotangent takes one solve with the transposed Jacobian per trajectory, in which the
-    equations of conserved combinations replace those that follow from others.
+    equations of conserved combinations replace those that follow from others. The derivative of a steady state that is the
+    final state of a solve is that of the solve.
 
     Examples
     --------
@@ -716,9 +645,77 @@ def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: ra
     states = SteadyStates(batch.snapshot(), equations, roots, jacobian)
     variables = traced.u0, *traced.p.leaves
     u = solve_operator(*variables, solved=states) if any(map(isbox, variables)) else states.vector
+    singular = np.flatnonzero(codes == ConvergenceCode.Singular.code)
+    if singular.size:
+        ids, ends, jacobian[singular] = _integrated(options, traced, singular, equations, search)
+        order = np.arange(batch.size)
+        codes[ids], order[ids] = ConvergenceCode.Success.code, batch.size + np.arange(len(ids))
+        u = anp.concatenate([u, ends])[order]
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
     return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, equations.jacobians.dense(jacobian), indices)
+
+
+def _integrated(
+    options: SolveOptions, traced: Batch, ids: Array, equations: Equations, search: _Search
+) -> tuple[Array, Array, Array]:
+    """Return those of the trajectories `ids` that approach a steady state, these states, (m, d), and Jacobians of all.
+
+    A solve is repeated for ten times the time until this changes its final state by no more than the tolerance; f keeps the
+    values that it has at the end of tspan. The last solve of traced inputs has derivatives.
+    """
+    f = equations.values(traced.plain().u0[:, ids], ids)
+    traced = _continuing(traced.snapshot()).share(ids)
+    batch = traced.plain()
+    if not options.alg.tableau.implicit:
+        # The length of explicit steps is limited by rates at which the state has settled; errors of derivatives would grow.
+        options = options._replace(alg=Rodas5P(), dt=None)
+    size, change = (np.abs(x).max(axis=0, initial=0.0) for x in (batch.u0, f))
+    rates = np.where((change > 0) & np.isfinite(change), change / np.where(size > 0, size, 1.0), 1.0)
+    length = np.where(batch.start == batch.end, 1 / rates, batch.end - batch.start)
+    u, settled, active = np.full(batch.u0.shape, np.nan, batch.u0.dtype), np.zeros(batch.size, bool), np.arange(batch.size)
+
+    def solved(batch: Batch, ids: Array) -> EnsembleSolution:
+        part = batch.share(ids)._replace(end=batch.start[ids] + length[ids])
+        compiler = Compiler(options.compile, options.backend, len(ids))
+        return solved_batch(options, compiler, part._replace(start=np.array(part.start)))
+
+    for _ in range(_MOST_SOLVES):
+        sol = solved(batch, active)
+        ends = sol.u_end.reshape(len(active), -1).T
+        settled[active] = search.size(ends - u[:, active], ends) <= 1
+        u[:, active] = ends
+        active = active[sol.survivors & ~settled[active]]
+        if not active.size:
+            break
+        length[active] *= _LONGER
+    with np.errstate(all="ignore"):
+        _, jacobian = equations.linearized(u, ids)
+    dense = equations.jacobians.dense(jacobian)
+    rows = np.array([k for k in np.flatnonzero(settled) if not _is_unstable(dense[k], options.mass)], int)
+    ends = anp.reshape(solved(traced, rows).u_end, (len(rows), -1)) if traced.traced and rows.size else u[:, rows].T
+    return ids[rows], ends, jacobian
+
+
+def _is_unstable(jacobian: Array, mass: Array | None) -> bool:
+    """Return whether perturbations of a steady state grow, so that a solve can start at it but not approach it."""
+    rates: Array = scipy.linalg.eigvals(jacobian, mass)
+    rates = rates[np.isfinite(rates)]
+    return bool(rates.real.max(initial=0.0) > _ZERO_RATE * np.abs(rates).max(initial=0.0))
+
+
+def _continuing(batch: Batch) -> Batch:
+    """Return a batch whose f takes times after the end of tspan as the end; the bounds of tspan are further parameters."""
+    f, p, (start, end) = batch.f, batch.p, (np.array(t, float) for t in (batch.start, batch.end))
+
+    @wraps(f)
+    def within_tspan(u: Array, p: tuple[Tree, Array, Array], t: Array) -> Array:
+        parameters, earliest, latest = p
+        return f(u, parameters, anp.minimum(anp.maximum(t, earliest), latest))
+
+    leaves = [*p.leaves, np.minimum(start, end), np.maximum(start, end)]
+    build = lambda leaves: (p.build(leaves[:-2]), *leaves[-2:])  # noqa: E731
+    return batch._replace(f=within_tspan, p=Parameters(leaves, [*p.varies, True, True], build))
 
 
 def _batch(options: SolveOptions, numbers: range, key: int) -> Batch:
@@ -753,7 +750,8 @@ def _checked_together(channel: Channel, arguments: SolveOptions, max_iters: int)
     def described(options: SolveOptions) -> list[object]:
         shown = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
         shown += f", max_iters={max_iters}, {type(arguments.problem).__name__}, {options.trajectories} of them"
+        shown += f", {rng_of(arguments.problem, 'ensemble.steady_state')}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (options.rtol, options.atol)]
-        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digests_of(arguments.problem)]
+        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digest_of(arguments.problem)]
 
     return alike_on_all(channel, lambda: _checked(arguments, max_iters), described, "steady_state")

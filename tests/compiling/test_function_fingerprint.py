@@ -16,6 +16,7 @@ from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
 pytestmark = pytest.mark.serial
 
 FACTOR, TABLE, NAMED, HOLDER = 2.0, np.array([2.0, 3.0]), {"a": [2.0]}, types.SimpleNamespace(a=2.0)
+FACTOR_OF_STATIC, HOLDER_OF_SELF = 2.0, types.SimpleNamespace(a=2.0)
 MODULE = types.ModuleType("settings_of_the_users")
 MODULE.a = 2.0
 
@@ -60,6 +61,43 @@ def in_method():
             return [self.a * u[0]]
 
     return System().f, lambda: setattr(System, "a", 5.0)
+
+
+def in_comprehension_of_method():
+    class System:
+        a = 2.0
+
+        def f(self, u, p, t):
+            return [(lambda: [self.a * x for x in u])()[i] for i in range(len(u))]
+
+    return System().f, lambda: setattr(System, "a", 5.0)
+
+
+def in_static_method():
+    class System:
+        @staticmethod
+        def rate(x):
+            return FACTOR_OF_STATIC * x
+
+        def f(self, u, p, t):
+            return [self.rate(u[0])]
+
+    return System().f, change_global("FACTOR_OF_STATIC", 5.0)
+
+
+def in_self_assigned_inside():
+    class System:
+        a = 2.0
+
+        def f(self, u, p, t):
+            def replaced():
+                nonlocal self
+                self = HOLDER_OF_SELF
+                return self.a * u[0]
+
+            return [replaced()]
+
+    return System().f, lambda: setattr(HOLDER_OF_SELF, "a", 5.0)
 
 
 def in_object():
@@ -176,10 +214,11 @@ CASES = {
     "attribute of a function": patched(by_attribute, lambda: setattr(by_attribute, "a", 5.0)),
     "attribute of a class": patched(lambda u, p, t: [Settings.a * u[0]], lambda: setattr(Settings, "a", 5.0)),
     "object": in_object, "inside": inside, "property": in_property, "a method's own": in_method_of_its_own,
-    "handed on": handed_on, "renamed": renamed, "computed": computed,
+    "method's comprehension": in_comprehension_of_method, "static method": in_static_method,
+    "self assigned": in_self_assigned_inside, "handed on": handed_on, "renamed": renamed, "computed": computed,
     "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
 }  # fmt: skip
-UNKNOWN = ("property", "handed on", "renamed", "computed")
+UNKNOWN = ("property", "self assigned", "handed on", "renamed", "computed")
 by_attribute.a = 2.0
 
 

@@ -11,11 +11,12 @@ from mpi4py import MPI
 from ode_systems import lorenz
 
 import mpiad
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, remake, solve
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
 from mpiad.transport import channel
 
 RHO = np.linspace(0, 21, 29)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
+DOSE = Event(times=lambda p: [0.3], affect=lambda u, p, t: [u[0] + 1.0, u[1], u[2]])
 KERNELS = [False, True]
 
 
@@ -89,6 +90,38 @@ def test_few(arguments, most, compile, counted, size):
         assert found[3] == found[0] or "batch_size" in arguments  # there one batch is more than there is
         assert 1 <= len(found[0]) <= most + more
         assert comm.allgather(found[0]) == [found[0]] * size
+
+
+@pytest.mark.parametrize(
+    "arguments, states",
+    [({}, 1), ({"saveat": 0.25}, 2), ({"saveat": 0.25, "events": DOSE}, 3)],
+    ids=["ends", "saveat", "doses"],
+)
+def test_one_message_each_for_arguments_choice_and_outcomes(arguments, states, counted):
+    comm, calls = counted
+    way = EnsembleMPI(comm=comm)
+    for compile in ("auto", True):
+        run = partial(solve, LORENZ, ensemblealg=way, compile=compile, **arguments)
+        run()
+        # The choice of arrays, and the vote on giving them up.
+        choice = ["Allgather", "Allreduce"] if compile == "auto" else []
+        # The states, and the final times if there are events, are gathered one array at a time.
+        assert calls(run) == ["Allgather", *choice, "allgather", *["Allgatherv"] * states]
+
+
+def test_generators_are_compared_with_the_other_arguments(counted):
+    comm, calls = counted
+    drawn = lambda prob, i, repeat, rng: remake(prob, p=rng.uniform(1.0, 20.0, 1))  # noqa: E731
+    way, some = EnsembleMPI(comm=comm), EnsembleProblem(LORENZ.problem, prob_func=drawn, rng=np.random.default_rng(3))
+    run = lambda rng: solve(remake(some, rng=rng), ensemblealg=way, trajectories=8, compile=True)  # noqa: E731
+    assert calls(partial(run, np.random.default_rng(3))) == calls(partial(run, 3))
+    # The root draws a key for None, and sends it.
+    assert calls(partial(run, None)) == [*calls(partial(run, 3))[:1], "bcast", *calls(partial(run, 3))[1:]]
+    # A comparison draws nothing: the generator advances once per solve.
+    generator, other = np.random.default_rng(3), np.random.default_rng(3)
+    first, second = (run(generator).u_end for _ in range(2))
+    single = [solve(remake(some, rng=other), trajectories=8, compile=True).u_end for _ in range(2)]
+    assert np.array_equal(first, single[0]) and np.array_equal(second, single[1])
 
 
 def test_arguments_that_differ_where_a_text_leaves_them_out(rank, size):

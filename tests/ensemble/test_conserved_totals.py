@@ -133,7 +133,7 @@ def test_mass_matrices():
 def test_totals_that_change_before_the_end_are_not_conserved():
     """The sum is conserved at the end, but something is added before t = 1, so that u0 doesn't determine it."""
     fed = ODEProblem(lambda u, p, t: [u[1] - u[0] + np.maximum(1 - t, 0.0), u[0] - u[1]], [1.0, 0.0], (0.0, 2.0))
-    assert steady_state(fed).retcode == "Singular"
+    assert steady_state(fed).u == pytest.approx([0.75, 0.75], rel=1e-8)  # the final state of a solve from t = 0
     assert steady_state(remake(fed, tspan=(1.0, 2.0))).u == pytest.approx([0.5, 0.5], rel=1e-9)
 
 

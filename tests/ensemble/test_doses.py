@@ -8,6 +8,7 @@ import pytest
 
 import mpiad
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, solve
+from mpiad.ensemble.compiled import trace
 
 BODY = ODEProblem(lambda u, p, t: [-p["rate"] * u[0], p["rate"] * u[0]], [0.0, 0.0], (0.0, 12.0))
 ROWS = {
@@ -100,3 +101,20 @@ def test_bad_tables_in_solves():
         solve(EnsembleProblem(BODY, p=ROWS), events=short, ensemblealg=EnsembleMPI())
     with pytest.raises(NotImplementedError, match="times are traced. Pass them in p"):
         mpiad.grad(lambda t: solve(BODY, events=Event.doses([t], 1.0, 0)).u_end[0])(1.0)
+
+
+@pytest.mark.parametrize("amounts", [1.0, [3.0, 5.0], lambda p: [p["rate"], 2.0]])
+def test_tables_made_again_are_traced_once(amounts, monkeypatch):
+    traces, traced = [], trace._traced
+    monkeypatch.setattr(trace, "_traced", lambda *args: traces.append(1) or traced(*args))
+
+    def solved(first):
+        doses = [Event.doses([first, 2.0], amounts, 0), Event.doses(lambda p: [first, 2.0], amounts, 0)]
+        return solve(EnsembleProblem(BODY, p=ROWS), events=doses, compile=True)
+
+    solved(1.0)
+    count = len(traces)
+    assert count
+    solved(1.0)
+    assert len(traces) == count
+    assert not np.array_equal(solved(1.5).u_end, solved(1.0).u_end)

@@ -13,10 +13,12 @@ from scipy.optimize import root
 
 import mpiad
 from mpiad.ensemble import (
+    RK45,
     EnsembleGPU,
     EnsembleMPI,
     EnsembleProblem,
     EnsembleSerial,
+    EnsembleVectorized,
     ODEProblem,
     Rodas5P,
     remake,
@@ -134,11 +136,39 @@ def test_codes_of_those_that_have_none(caplog):
     assert steady_state(many, max_iters=1).retcode[4] == "MaxIters"
 
 
+@pytest.mark.parametrize("mpi", [False, True])
+@pytest.mark.parametrize("alg", [RK45(), Rodas5P()], ids=["explicit", "implicit"])
+@pytest.mark.parametrize("tspan", [(0.0, 0.0), (0.0, 9.0)], ids=["from u0", "after a solve"])
+def test_a_circle_of_steady_states_is_approached_by_a_solve(tspan, alg, mpi):
+    """Nothing linear is conserved: the steady state has the direction of the start."""
+    circle = ODEProblem(lambda u, p, t: [-p[0] * x * (u[0] ** 2 + u[1] ** 2 - p[1] ** 2) for x in u], [0.3, 0.4], tspan)
+    u0, p = np.array([[0.3, 0.4], [3.0, -4.0], [0.1, 0.5]]), np.array([[1.0, 2.0], [0.7, 1.0], [2.0, 0.5]])
+    way, weight = EnsembleMPI() if mpi else EnsembleVectorized(), np.arange(1.0, 7.0).reshape(3, 2)
+    found = lambda u0, p: steady_state(EnsembleProblem(circle, u0=u0, p=p), alg, way).u  # noqa: E731
+    exact = lambda u0, p: p[:, 1:] * u0 / anp.sqrt(anp.sum(u0**2, axis=1, keepdims=True))  # noqa: E731
+    np.testing.assert_allclose(found(u0, p), exact(u0, p), rtol=1e-9, atol=1e-9)
+    bars = [mpiad.grad(lambda *x, f=f: anp.sum(weight * f(*x)), argnum=(0, 1), shared=True)(u0, p) for f in (found, exact)]
+    for bar, expected in zip(*bars):
+        np.testing.assert_allclose(bar, expected, rtol=1e-8, atol=1e-8)
+    x, y = (mpiad.jvp(lambda x, f=f: f(u0 + x, p * (1 + x)), 0.0, 1.0)[1] for f in (found, exact))
+    np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.serial
-def test_a_circle_of_steady_states_is_singular():
-    """Nothing linear is conserved, so that the state that is approached depends on the whole start."""
-    circle = ODEProblem(lambda u, p, t: [-u[i] * (u[0] ** 2 + u[1] ** 2 - 1) for i in range(2)], [0.3, 0.4], (0.0, 9.0))
-    assert steady_state(circle).retcode == "Singular"
+def test_totals_where_f_is_not_finite_at_other_states():
+    """The sum is conserved, but f isn't finite at states that are larger by a tenth, so that this isn't known."""
+
+    def walled(u, p, t):
+        flux = (p[0] * u[0] - u[1]) * anp.where(u[0] + u[1] > 1.6, np.nan, 1.0)
+        return [-flux, flux]
+
+    many = EnsembleProblem(ODEProblem(walled, [1.0, 0.5], (0.0, 1.0)), p=np.array([[0.7], [1.3]]))
+    found = lambda p: steady_state(remake(many, p=p), Rodas5P()).u  # noqa: E731
+    exact = lambda p: 1.5 * anp.concatenate([1 / (1 + p), p / (1 + p)], axis=1)  # noqa: E731
+    p = np.array([[0.7], [1.3]])
+    np.testing.assert_allclose(found(p), exact(p), rtol=1e-8)
+    bars = [autograd.grad(lambda p, f=f: anp.sum(f(p) ** 3))(p) for f in (found, exact)]
+    np.testing.assert_allclose(*bars, rtol=1e-8)
 
 
 @pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])

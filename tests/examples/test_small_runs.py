@@ -84,6 +84,10 @@ RUNS = [
         r"relative error of the start: (\S+)", lambda error: error < 0.4, thorough=True,
     ),
     Small(
+        2, "examples/infection_starts.py", "--starts 4 --picture picture.png",
+        r"lowest cost (\S+) +SciPy (\S+)", is_close(1e-3), thorough=True,
+    ),
+    Small(
         2, "examples/influenza_1978.py", "--repetitions 2",
         r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5), thorough=True,
     ),

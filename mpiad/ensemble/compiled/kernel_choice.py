@@ -34,6 +34,7 @@ from mpiad.ensemble.tableaus import Tableau
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import FAILURES
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.resources import cores
 
 # Times in seconds, fitted to the fastest of several solves with 1 to 1,000 trajectories of 2 to 30 components, and to the
@@ -373,7 +374,8 @@ class Compiler:
         self._is_open = False
         if self._channel is None:
             return vote
-        return (all if every else any)(self._channel.data.allgather(vote))
+        # All vote for it if there is none that votes against it.
+        return on_any_rank(self._channel.data, vote != every) != every
 
     def _solver(self, plan: TracedProblem, batch: Batch, settings: Settings) -> Solver:
         known = self._last_solver
@@ -493,8 +495,9 @@ class Compiler:
     def _agree(self, cost: float, gain: float, loading: float) -> bool:
         """Choose by the largest cost and the smallest gain of all ranks; collective if several ranks solve together."""
         if self._channel is not None:
-            costs, gains, loadings = zip(*self._channel.data.allgather((cost, gain, loading)))
-            cost, gain, loading = max(costs), min(gains), max(loadings)
+            estimates = np.empty((self._channel.size, 3))
+            self._channel.data.Allgather(np.array([cost, gain, loading], float), estimates)
+            cost, gain, loading = (f(column) for f, column in zip((max, min, max), estimates.T.tolist()))
         self._chosen = cost <= gain
         self._is_open = self._channel is not None and not self._chosen
         if cost > -inf:  # any rank has trajectories, and could use a kernel

@@ -6,12 +6,13 @@ advances by the same amount in each call and on each rank, and the numbers don't
 
 from __future__ import annotations
 
+import copy
 import secrets
 
 import numpy as np
 
 from mpiad._typing import Rng
-from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.core.channels import Channel
 
 _BITS = 128
@@ -36,6 +37,12 @@ def random_key(rng: Rng, call: str) -> int:
     return int.from_bytes(generator_from(rng, call).bytes(_BITS // 8), "little")
 
 
+def text_of_rng(rng: Rng, call: str, draws: bool = True) -> str:
+    """Return a text by which ranks compare `rng`; if the call draws a key, with the key, which isn't drawn here."""
+    key = f" ({random_key(copy.deepcopy(rng), call):#x})" if draws and rng is not None else ""
+    return f"rng={rng if rng is None or isinstance(rng, (int, np.integer)) else type(rng).__name__}{key}"
+
+
 def shared_key(rng: Rng, channel: Channel | None, call: str, compare: bool = True) -> int:
     """Return the key that a call draws from `rng`, the same on all ranks; for None the root draws it.
 
@@ -45,15 +52,10 @@ def shared_key(rng: Rng, channel: Channel | None, call: str, compare: bool = Tru
     if channel is None:
         return random_key(rng, call)
     if compare:
-        with raising_together(channel):
-            key = None if rng is None else random_key(rng, call)
-        drawn = "None" if key is None else f"{rng if isinstance(rng, (int, np.integer)) else type(rng).__name__} ({key:#x})"
-        require_same(channel, f"rng={drawn}", call)
-    else:
-        key = None if rng is None else random_key(rng, call)
-    if key is None:
-        key = channel.data.bcast(random_key(None, call) if channel.rank == 0 else None, 0)
-    return key
+        alike_on_all(channel, lambda: text_of_rng(rng, call), lambda text: [text], call)
+    if rng is None:
+        return channel.data.bcast(random_key(None, call) if channel.rank == 0 else None, 0)
+    return random_key(rng, call)
 
 
 def generator_of(key: int, *numbers: int) -> np.random.Generator:
