@@ -60,7 +60,8 @@ WORLD = MPI.COMM_WORLD
 # What runs on two ranks instead of three, which takes less than half the time on two cores: ranks compute
 # different parts there, but only their sums, or halos of a domain, depend on how many there are.
 ON_TWO = (
-    "ensemble", "inverse", "linalg", "optimize", "primitives/test_device.py", "programs/test_falling_back.py",
+    "ensemble", "inverse", "linalg", "optimize", "parallel/test_compiled_steps.py", "primitives/test_device.py",
+    "programs/test_falling_back.py", "programs/test_values.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
     "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
     "redistribution/test_fft.py", "test_memory.py", "timestepping", "vi",
