@@ -3,13 +3,13 @@
 A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
 three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
-another fourth), and a test that asks whether `size == 1` runs on one rank. Tests of solvers (`EACH_VALUE`) run with each
-value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests run on
-every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
-`also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
-`one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
-rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
-MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
+another fourth), and a test that asks whether `size == 1` runs on one rank. Tests that take long (`EACH_VALUE`) run with
+each value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests
+run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that
+differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one whose
+result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only); `thorough`
+for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than MPIAD_TEST_TIMEOUT (60 s). With
+`-n auto` the one-rank run's files are divided among processes of one rank each.
 
 In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.
 Programs that tests start, and all of `--thorough`, have them.
@@ -79,8 +79,9 @@ ALSO_ON = {
 }  # fmt: skip
 
 # What runs with each value of each parameter, of methods, devices and problems for example, in as few combinations as
-# have all of them. A run takes a kernel of its own, or a solve to tight tolerances.
-EACH_VALUE = ("domain", "ensemble", "inverse", "linalg", "optimize", "parallel", "timestepping", "vi")
+# have all of them: a run takes a kernel of its own, or a solve to tight tolerances. Such tests of other packages are marked
+# `each_value`; tests of these packages whose combinations have code of their own are marked `each_combination`.
+EACH_VALUE = ("ensemble", "linalg")
 
 # What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
 # optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
@@ -257,7 +258,9 @@ def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pyt
     """Return the combinations of parameters whose values other combinations have, too."""
     tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and _is_in(config, item.path, EACH_VALUE):
+        marks = {mark.name for mark in item.iter_markers()}
+        each_value = "each_value" in marks or _is_in(config, item.path, EACH_VALUE) and "each_combination" not in marks
+        if each_value and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     left_out = set()
     for sets in tests.values():
