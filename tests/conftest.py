@@ -3,13 +3,13 @@
 A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
 three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
-another fourth), and a test that asks whether `size == 1` runs on one rank. Tests of solvers (`EACH_VALUE`) run with each
-value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests run on
-every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
-`also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
-`one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
-rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
-MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
+another fourth), and a test that asks whether `size == 1` runs on one rank. Tests that take long (`EACH_VALUE`) run with
+each value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests
+run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that
+differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one whose
+result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only); `thorough`
+for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than MPIAD_TEST_TIMEOUT (60 s). With
+`-n auto` the one-rank run's files are divided among processes of one rank each.
 
 In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.
 Programs that tests start, and all of `--thorough`, have them.
@@ -17,6 +17,7 @@ Programs that tests start, and all of `--thorough`, have them.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import os
@@ -42,6 +43,7 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
+from mpiad.cache_folder import cache_folder
 from mpiad.compiling import cache as kernel_cache
 from mpiad.transport import channel
 from mpiad.transport.core import random_keys
@@ -58,7 +60,8 @@ WORLD = MPI.COMM_WORLD
 # What runs on two ranks instead of three, which takes less than half the time on two cores: ranks compute
 # different parts there, but only their sums, or halos of a domain, depend on how many there are.
 ON_TWO = (
-    "ensemble", "inverse", "linalg", "optimize", "primitives/test_device.py", "programs/test_falling_back.py",
+    "ensemble", "inverse", "linalg", "optimize", "parallel/test_compiled_steps.py", "primitives/test_device.py",
+    "programs/test_falling_back.py", "programs/test_values.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
     "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
     "redistribution/test_fft.py", "test_memory.py", "timestepping", "vi",
@@ -76,8 +79,9 @@ ALSO_ON = {
 }  # fmt: skip
 
 # What runs with each value of each parameter, of methods, devices and problems for example, in as few combinations as
-# have all of them. A run takes a kernel of its own, or a solve to tight tolerances.
-EACH_VALUE = ("domain", "ensemble", "inverse", "linalg", "optimize", "parallel", "timestepping", "vi")
+# have all of them: a run takes a kernel of its own, or a solve to tight tolerances. Such tests of other packages are marked
+# `each_value`; tests of these packages whose combinations have code of their own are marked `each_combination`.
+EACH_VALUE = ("ensemble", "linalg")
 
 # What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
 # optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
@@ -124,6 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
+        if WORLD.size > 1:
+            compile_in_turn(Path(os.environ["MPIAD_LAUNCH_FOLDER"]) / "kernels-in-work")
     mpi_init()
     short_turns.take()
     # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
@@ -174,6 +180,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out(config, items, left_out)
 
 
+def compile_in_turn(file: Path) -> None:
+    """Let ranks that need the same kernel wait for the first of them, and then load it from the disk.
+
+    On as many cores as ranks waiting would take as long as compiling, but tests run on fewer.
+    """
+    bare = kernel_cache._from_disk_or_compiled
+
+    def waiting(known: Mapping, call: str) -> dict:
+        if cache_folder() is None:
+            return bare(known, call)
+        with open(file, "a") as locks:
+            # A byte of the file for each kernel; the lock ends when the file is closed, or the process ends.
+            fcntl.lockf(locks, fcntl.LOCK_EX, 1, zlib.crc32(repr([*known]).encode()))
+            return bare(known, call)
+
+    kernel_cache._from_disk_or_compiled = waiting
+
+
 class _FromAnotherFile(pytest.Dir):
     """A folder whose files are collected in their order, but from another one on in each process of `-n auto`.
 
@@ -208,6 +232,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collect what a file's tests leave, and let the collector's passes leave out what is kept, such as compiled programs.
+
+    These become a million objects, and the passes a seventh of all processor time.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
@@ -223,7 +258,9 @@ def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pyt
     """Return the combinations of parameters whose values other combinations have, too."""
     tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and _is_in(config, item.path, EACH_VALUE):
+        marks = {mark.name for mark in item.iter_markers()}
+        each_value = "each_value" in marks or _is_in(config, item.path, EACH_VALUE) and "each_combination" not in marks
+        if each_value and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     left_out = set()
     for sets in tests.values():

@@ -89,6 +89,8 @@ def launch_environment(ranks: int, folder: Path, changes: Mapping[str, str | Non
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
     }
+    if ranks > (os.cpu_count() or 1):
+        defaults |= SLEEPING_WAITS  # ranks that wait leave the cores to the others
     if not sys.stdout.isatty():  # Open MPI gives its ranks a terminal in any case
         defaults["NO_COLOR"] = "1"
     if os.getuid() == 0:

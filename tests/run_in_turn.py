@@ -19,6 +19,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 import mpiad
+from mpiad.compiling import cache
 
 
 def run(program: Path, raising: bool) -> None:
@@ -40,6 +41,7 @@ def run(program: Path, raising: bool) -> None:
     MPI.COMM_WORLD.Barrier()
 
 
+cache.optimization_level = 0
 raising = "--raising" in sys.argv
 for command in sys.argv[1 + raising :]:
     sys.argv = shlex.split(command)

@@ -74,8 +74,10 @@ def test_files_of_text_have_an_encoding():
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(call, ast.Call) or "encoding" in {word.arg for word in call.keywords}:
                 continue
-            name, text = getattr(call.func, "attr", getattr(call.func, "id", "")), ast.unparse(call)
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             is_binary = any(isinstance(x, ast.Constant) and "b" in str(x.value) for x in call.args)
-            if name in ("read_text", "write_text") or text.startswith("open(") and not is_binary or "text=True" in text:
-                found.append(f"{file}:{call.lineno}: {text}")
+            is_text = any(word.arg == "text" and ast.unparse(word.value) == "True" for word in call.keywords)
+            is_open = isinstance(call.func, ast.Name) and name == "open" and not is_binary
+            if name in ("read_text", "write_text") or is_open or is_text:
+                found.append(f"{file}:{call.lineno}: {ast.unparse(call)}")
     assert not found

@@ -159,7 +159,7 @@ def _wrong_array(place: int, argument: Argument, value: object) -> TypeError:
 
 _SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
 # The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
-_MAX_ENTRIES, _MAX_AGE = 1024, 86_400.0
+_MAX_ENTRIES, _MAX_AGE = 4096, 86_400.0
 
 
 def find(path: Path) -> bytes | None:
@@ -195,8 +195,10 @@ def _remove_old_files(folder: Path) -> None:
         files = [entry for entry in entries if entry.is_file()]  # other versions of mpiad may have made folders here
     kernels = [file for file in files if file.name.endswith(_SUFFIX)]
     unfinished = [file for file in files if file.name.startswith(_UNFINISHED)]
-    # The times of all kernels are only read if there are too many, since a program may compile hundreds.
-    least = sorted(kernels, key=_last_use)[: len(kernels) - _MAX_ENTRIES] if len(kernels) > _MAX_ENTRIES else []
+    # The times of all kernels are only read if there are too many, and then a quarter is removed, since a program may
+    # compile hundreds.
+    surplus = len(kernels) - _MAX_ENTRIES + _MAX_ENTRIES // 4 if len(kernels) > _MAX_ENTRIES else 0
+    least = sorted(kernels, key=_last_use)[:surplus] if surplus else []
     for file in (*least, *[file for file in unfinished if time.time() - _last_use(file) > _MAX_AGE]):
         Path(file).unlink(missing_ok=True)
 

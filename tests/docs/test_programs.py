@@ -23,7 +23,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SHOWN = {name: programs_of(page.read_text(), name) for page, name in zip(PAGES, NAMES)}
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
-PICTURES = [pair for name in NAMES for pair in pictures_of((ROOT / name).read_text(), name)]
+# By the names of programs: the program with the snippet that saves its picture, and the picture's name.
+DRAWING = {
+    program.name: (program, picture) for name in NAMES for program, picture in pictures_of((ROOT / name).read_text(), name)
+}
+NOTEBOOKS = [name for name in NAMES if "```{notebook}" in (ROOT / name).read_text()]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
@@ -120,20 +124,34 @@ def in_turn() -> list[list[shown_programs.Program]]:
     return [group[i : i + TOGETHER] for _, group in sorted(alike.items()) for i in range(0, len(group), TOGETHER)]
 
 
+def run_in_turn(ranks: int, programs: list[shown_programs.Program], mpirun, folder: Path) -> None:
+    """Run programs, with the snippets that save their pictures, in one job; compare what each does with its page."""
+    paths = []
+    for program in programs:
+        drawing, _ = DRAWING.get(program.name, (program, ""))
+        paths.append(folder / program.name.removesuffix(".py") / program.name)
+        paths[-1].parent.mkdir()
+        paths[-1].write_text(drawing.text)
+    raising = ["--raising"] if programs[0].error else []
+    job = mpirun(ranks, "tests/run_in_turn.py", *raising, *paths, timeout=200)
+    for program, path in zip(programs, paths):
+        compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
+        if program.name in DRAWING:
+            check_picture(program, path.parent)
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+def check_picture(program: shown_programs.Program, folder: Path) -> None:
+    _, picture = DRAWING[program.name]
+    assert (folder / picture).stat().st_size > 0
+    assert (ROOT / "docs" / "images" / "pages" / picture).exists()
+
+
 @pytest.mark.launches
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("programs", in_turn(), ids=lambda job: f"{job[0].ranks} ranks, from {job[0].name} on")
 def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path):
-    paths = []
-    for program in programs:
-        paths.append(tmp_path / program.name.removesuffix(".py") / program.name)
-        paths[-1].parent.mkdir()
-        paths[-1].write_text(program.text)
-    raising = ["--raising"] if programs[0].error else []
-    job = mpirun(programs[0].ranks, "tests/run_in_turn.py", *raising, *paths, timeout=200)
-    for program, path in zip(programs, paths):
-        compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
-    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+    run_in_turn(programs[0].ranks, programs, mpirun, tmp_path)
 
 
 def alone() -> Iterator[Any]:
@@ -155,38 +173,31 @@ def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
-    programs, _ = SHOWN[TUTORIAL]
-    paths = [tmp_path / program.name for program in programs]
-    for program, path in zip(programs, paths):
-        path.write_text(program.text)
-    job = mpirun(ranks, "tests/run_in_turn.py", *paths, timeout=100)
-    for program, path in zip(programs, paths):
-        compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
-    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+    run_in_turn(ranks, SHOWN[TUTORIAL][0], mpirun, tmp_path)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("program", "picture"), PICTURES, ids=[picture for _, picture in PICTURES])
-def test_a_snippet_draws_the_picture_that_its_page_shows(program, picture, mpirun, tmp_path):
-    (tmp_path / program.name).write_text(program.text)
-    job = mpirun(program.ranks, tmp_path / program.name, cwd=tmp_path, timeout=60)
-    assert (job.returncode, job.stderr) == (0, "")
-    assert (tmp_path / picture).stat().st_size > 0
-    assert (ROOT / "docs" / "images" / "pages" / picture).exists()
+@pytest.mark.parametrize("name", [name for name in DRAWING if name in SLOW])
+def test_a_snippet_draws_the_picture_that_its_page_shows(name, mpirun, tmp_path):
+    (shown,) = (program for program in PROGRAMS if program.name == name)
+    run_in_turn(shown.ranks, [shown], mpirun, tmp_path)
 
 
 @pytest.mark.launches
-@pytest.mark.limit(120)
-@pytest.mark.parametrize("name", [name for name in NAMES if "```{notebook}" in (ROOT / name).read_text()])
-def test_a_page_runs_as_a_notebook(name, mpirun, monkeypatch, tmp_path):
+@pytest.mark.limit(240)
+def test_pages_run_as_notebooks(mpirun, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "docs" / "_extensions")
-    notebook = json.loads(importlib.import_module("notebooks").notebook((ROOT / name).read_text()))
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    raising = [program.text.strip() for program in SHOWN[name][0] if program.error]
-    assert len(code) >= len(SHOWN[name][0])
-    program = tmp_path / "notebook.py"
-    program.write_text("\n".join(cell for cell in code if not any(text.endswith(cell) for text in raising)))
-    assert mpirun(1, program, cwd=tmp_path, timeout=100).returncode == 0
+    programs = []
+    for name in NOTEBOOKS:
+        notebook = json.loads(importlib.import_module("notebooks").notebook((ROOT / name).read_text()))
+        code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        raising = [program.text.strip() for program in SHOWN[name][0] if program.error]
+        assert len(code) >= len(SHOWN[name][0])
+        programs.append(tmp_path / Path(name).stem / "notebook.py")
+        programs[-1].parent.mkdir()
+        programs[-1].write_text("\n".join(cell for cell in code if not any(text.endswith(cell) for text in raising)))
+    job = mpirun(1, "tests/run_in_turn.py", *programs, timeout=200)
+    assert job.returncode == 0, "".join(Path(f"{path}.stderr").read_text() for path in programs)
 
 
 def test_snippets_are_python():

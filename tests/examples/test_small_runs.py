@@ -58,7 +58,7 @@ RUNS = [
         thorough=True,
     ),
     Small(
-        2, "examples/early_warning.py", "--cells 16 --gauges 6 --times 30 --events 40 --least 0 --picture picture.png",
+        2, "examples/early_warning.py", "--cells 16 --gauges 6 --times 30 --events 16 --least 0 --picture picture.png",
         r"correlation with the true uplift (\S+);.*\n.* prior: (\S+)% of", lambda true, share: true > 0.5 and share > 88.0,
     ),
     Small(

@@ -96,6 +96,7 @@ def test_diagonal(case):
     assert not found[row != column].any()
 
 
+@pytest.mark.each_combination
 @pytest.mark.parametrize("method", ["gmres", "bicgstab", "direct"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "T"])
 def test_solves(case, method, transposed):

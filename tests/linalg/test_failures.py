@@ -188,6 +188,7 @@ def loss_of(case, trap, b, size):
     return lambda p: mpiad.mpi_allreduce(anp.sum(solve(matvec, b, p, method=method, **functions) ** 2))
 
 
+@pytest.mark.each_combination
 @pytest.mark.parametrize("case", DERIVED)
 @pytest.mark.parametrize("call", [1, 2, "last"])
 def test_in_the_reverse_pass(case, call, trap, b, rank, size):

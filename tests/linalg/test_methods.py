@@ -68,6 +68,7 @@ class Transport:
 PRECONDITIONED = [{}, {"side": "right"}, {"side": "left"}]
 
 
+@pytest.mark.each_combination
 @pytest.mark.parametrize("dtype", [float, complex])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("settings", PRECONDITIONED, ids=lambda s: s.get("side", "plain"))

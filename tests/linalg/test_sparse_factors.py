@@ -28,6 +28,7 @@ def matrix_of(kind, rng):
     return scipy.sparse.kronsum(*lines, format="csc") - (4.9 if kind == "indefinite" else 0.0) * scipy.sparse.eye_array(143)
 
 
+@pytest.mark.each_combination
 @pytest.mark.parametrize("kind", ["grid", "indefinite", "random", "diagonal"])
 def test_solutions(kind, rng):
     matrix = matrix_of(kind, rng)

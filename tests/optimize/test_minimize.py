@@ -284,6 +284,7 @@ def _rosenbrock(x: Any) -> Any:
     return anp.sum(100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"maxiter": 7}, {"maxfun": 9}])
 @pytest.mark.parametrize("method", METHODS)
 def test_jac_is_the_gradient_at_x(method: str, options: dict, rank: int, size: int) -> None:
@@ -292,6 +293,7 @@ def test_jac_is_the_gradient_at_x(method: str, options: dict, rank: int, size: i
     np.testing.assert_allclose(result.jac, scipy.optimize.rosen_der(result.x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.each_value
 @pytest.mark.serial
 @pytest.mark.parametrize("start", [[0.0, 0.0], [1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [0.5, 0.4]])
 @pytest.mark.parametrize("center", [[0.3, 0.6], [-1.0, 0.5], [2.0, 2.0], [0.0, 0.0]])

@@ -190,6 +190,7 @@ def _slices(u, first):
     return anp.concatenate([u[:, :1], inner * f[2:, 1:-1] + f[:-2, 1:-1], u[:, -1:]], axis=1)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("loop", [False, True])
 def test_derivatives_of_slices_are_compiled(monkeypatch, loop, rng):
     u, v, first = rng.standard_normal((3, 4)), rng.standard_normal((3, 4)), rng.standard_normal(4)

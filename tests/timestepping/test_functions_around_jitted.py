@@ -110,6 +110,7 @@ def _written_out(observe):
     return loss
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpoints", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_derivatives_are_those_of_the_loop_written_out(kind, checkpoints, lengths):

@@ -65,6 +65,7 @@ def repetitions(monkeypatch):
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpoints", [None, 3, CheckpointSchedule(2, recorded=9)])
 @pytest.mark.parametrize("argnum", [0, 3, (1, 2), (0, 1, 2, 3)])
 def test_gradients(repetitions, argnum, checkpoints):

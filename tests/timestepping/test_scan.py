@@ -300,6 +300,7 @@ def test_state_of_several_dtypes(kept):
     assert slope == pytest.approx(exact(0.3 + 1e-30j).imag / 1e-30, rel=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.serial
 @pytest.mark.parametrize("kept", [None, 2])
 @pytest.mark.parametrize("n", [3, 60])

@@ -108,6 +108,7 @@ def mixed_problem(put: Any = np.asarray) -> tuple[Any, Any, Any, np.ndarray]:
     return fun, two, rows, np.full(12, 0.3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("put", [np.asarray, on_device], ids=["host", "device"])
 @pytest.mark.parametrize("objective", ["root", "sum", "mean"])
 def test_constraints_of_all_types(objective: str, put: Any, rank: int, size: int) -> None:

@@ -55,6 +55,7 @@ def spd(rng: np.random.Generator, n: int, smallest: float = 1.0) -> np.ndarray:
     return q @ np.diag(np.geomspace(smallest, 100.0, n)) @ q.T
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["logistic", *(pytest.param(n, marks=pytest.mark.one_rank) for n in ("wood", *SMALLEST))])
 def test_minima_of_known_problems(name: str, way: str, rank: int, size: int) -> None:
