@@ -120,7 +120,8 @@ def draw_picture(path, graph, losses, title, fields):
     from matplotlib import pyplot
     from matplotlib.collections import LineCollection
 
-    figure, axes = pyplot.subplots(1, 1 + len(fields), figsize=(14, 3.6), layout="constrained")
+    figure, grid = pyplot.subplots(2, 2, figsize=(9, 7.5), layout="constrained")  # of the loss and three fields
+    axes = grid.ravel()
     axes[0].semilogy(losses)
     axes[0].set(xlabel="iteration", ylabel="mean squared error / variance", title=title)
     for axis, (name, field) in zip(axes[1:], fields.items()):

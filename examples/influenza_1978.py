@@ -96,7 +96,7 @@ def draw_picture(path, days, curves, ratios):
     left.fill_between(days, low, high, alpha=0.3, label="5 to 95 % of the fits (parameters)")
     left.plot(days, curves[0], label="fit")
     left.plot(DAYS, IN_BED, "ko", label="in bed")
-    left.set(xlabel="day", ylabel="boys")
+    left.set(xlabel="day", ylabel="boys", ylim=(0, 1.5 * IN_BED.max()))
     left.legend(loc="upper right")
     right.hist(ratios[1:], 20)
     right.axvline(ratios[0], color="k")

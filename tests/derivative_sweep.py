@@ -592,7 +592,7 @@ def rows_of(table: Table) -> dict[str, list[str]]:
 def rows_of_page() -> dict[str, list[str]]:
     """Return the cells of the page as it is."""
     text = PAGE.read_text()
-    complete = text.partition("## All four derivatives")[2].partition("\n## ")[0]
+    complete = text.partition("## All four derivatives\n\n")[2].partition("\n\n")[0]
     functions = text.partition("## Methods, attributes and operators of arrays")[0]
     found = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*) \|$", functions, re.MULTILINE)
     rows = {name: [*_cells_of(available), calls.strip()] for name, available, calls in found}
@@ -673,12 +673,13 @@ def methods_section() -> str:
     return METHODS_TEXT.format(methods=listed[0], constant_methods=listed[1], advice="\n".join(rows))
 
 
-OF_INTEGERS = "NumPy has these operators for integers and booleans only"
+OF_INTEGERS = "NumPy has these operators for integers and booleans only."
 METHODS_TEXT = """
 ## Methods, attributes and operators of arrays
 
-Traced arrays `x` have all four derivatives of these; y is an array, traced or not, or a number. Functions with them are compiled by
-{{py:func}}`mpiad.jit`, or interpreted with the same results.
+Traced arrays `x` have all four derivatives of these, with the limits of the functions of the same names; `x.compress` has all
+four, unlike `np.compress`. y is an array, traced or not, or a number. {{py:func}}`mpiad.jit` compiles functions that use them,
+or interprets them with the same results.
 
 {methods}.
 
@@ -699,9 +700,9 @@ other_names: autograd's
 ---
 # NumPy's functions: which derivatives are available
 
-This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
-{{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse mode, in forward mode, and to second order by reverse
-over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
+This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the which of
+four derivatives {{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse mode, in forward mode, and to
+second order by reverse over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
 0 to 3 axes.
 
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
@@ -715,13 +716,16 @@ over reverse and by forward over reverse. Tests compare each derivative with fin
 
 {complete}.
 
+`getitem` stands for `x[i]`, and `concatenate_args` is autograd's own. Functions that are also among the [constants](#constants)
+have the derivative zero.
+
 ## Some of the derivatives
 
-The second column holds for all four derivatives, except for those that it names.
+The second column says whether all four derivatives are available. Derivatives for which something else holds are named.
 
 - *yes*: the derivative is available.
 - *in part*: the calls in the last column raise a `NotImplementedError` that names the function. In these calls, `x` is the
-  traced array, and `a`, `m` and `mask` are constant arrays. (1-D) or (2-D) after a call means that only arrays `x`
+  traced array, and `a` and `mask` are constant arrays. (1-D) or (2-D) after a call means that only arrays `x`
   with this number of axes raise the error.
 - *no*: all calls raise this error.
 

@@ -21,7 +21,10 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const around of document.querySelectorAll(".table-wrapper")) {
     if (around.scrollWidth > around.clientWidth) around.firstElementChild.classList.add("wide");
   }
-  // Short words of code in the text, such as --signal=TERM@120, don't break at their hyphens.
+  // Short code, such as x - y, stays on one line, and so do words in the text with hyphens, such as --signal=TERM@120.
+  for (const code of document.querySelectorAll("article :is(p, li, td) > code")) {
+    if (code.textContent.length < 10) code.style.whiteSpace = "nowrap";
+  }
   for (const word of document.querySelectorAll("article :is(p, li) > code .pre")) {
     if (word.textContent.includes("-") && word.textContent.length < 25) word.style.whiteSpace = "nowrap";
   }

@@ -143,7 +143,7 @@ def arrays_named(name: str) -> ArrayModule:
 
 
 def is_device_array(x: Array) -> bool:
-    """Return whether an untraced value is a device array, of a registered kind or not.
+    """Return whether an untraced value is a device array; its kind needn't be registered.
 
     Examples
     --------
@@ -176,8 +176,8 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
     maker : callable
         ``maker(x) -> ArrayModule`` returns the module for the device of `x`. It is called often: cache the modules.
     here : callable, optional
-        ``here() -> ArrayModule`` returns the module for this process's current device. It is called on a rank that receives
-        such an array and passes none.
+        ``here() -> ArrayModule`` returns the module for this process's current device. It is called on a rank that
+        receives such an array, and has none among its arguments.
     """
     _makers[kind] = maker
     if here is not None:
