@@ -75,7 +75,7 @@ class ArrayModule(Protocol):
     def copy_to_host(self, x: Array, out: np.ndarray) -> None:
         """Queue the copy of a C-contiguous array into C-contiguous host memory of the same shape and dtype.
 
-        `out` must exist until `synchronize`, or the `wait` for a later event; only then it may be read.
+        `out` must exist, and must not be read, until `synchronize` or the `wait` for a later event has returned.
         """
 
     def copy_to_device(self, host: np.ndarray, out: Array) -> None:
