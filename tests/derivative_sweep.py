@@ -667,7 +667,7 @@ def methods_section() -> str:
     by_advice: dict[str, list[str]] = {}
     for name, advice in sorted(advice_by_name().items()):
         if written(name):
-            names = by_advice.setdefault(advice.replace(f").{name}.", ").name.") or OF_INTEGERS, [])
+            names = by_advice.setdefault(advice.replace(f").{name}.", ").…") or OF_INTEGERS, [])
             names.append(f"`{written(name)}`".replace("|", "\\|"))
     rows = [f"| {', '.join(names)} | {advice} |" for advice, names in by_advice.items()]
     return METHODS_TEXT.format(methods=listed[0], constant_methods=listed[1], advice="\n".join(rows))

@@ -437,7 +437,7 @@ class DistributedMatrix:
         return (
             f"DistributedMatrix({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} "
             f"of {self._channel.size}: rows {rows.start}:{rows.stop}, {nnz} entries, "
-            f"{self._pattern.ghosts.n_needed} ghosts)"
+            f"ghosts: {self._pattern.ghosts.n_needed})"
         )
 
     def with_values(self, values: LocalArray) -> DistributedMatrix:

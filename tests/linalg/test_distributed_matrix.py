@@ -177,7 +177,7 @@ def test_only_ghosts_travel(rank, size, monkeypatch):
     whole = sp.diags([np.full(n - 1, -1.0), np.full(n, 2.0), np.full(n - 1, -1.0)], [-1, 0, 1], format="csr")
     a = DistributedMatrix.from_scipy(whole)
     inner = (rank > 0) + (rank < size - 1)
-    assert repr(a).startswith("DistributedMatrix(40 x 40, float64; rank ") and f", {inner} ghosts)" in repr(a)
+    assert repr(a).startswith("DistributedMatrix(40 x 40, float64; rank ") and f", ghosts: {inner})" in repr(a)
     sent = []
 
     def counting(channel, kind, buffers, call, arrays, *rest):
