@@ -316,7 +316,7 @@ np.nansum(x, axis={axis}{keep}); np.nanmean(x, axis={axis}{keep}); np.nansum(np.
 np.average(x); np.average(x, axis={axis}{keep}); np.average(x, axis=-1, weights=a[:np.shape(x)[-1]]); np.average(x, weights=1.0 + np.ones(np.shape(x)))
 np.nansum(np.where(mask, x, np.nan)); np.nanmean(np.where(np.real(x) > 0, x, np.nan)); np.nansum(x, initial=2.0); np.cumprod(0.5 * x); np.cumprod(0.5 * x, axis={one}); np.cumprod(x * (np.real(x) > 0), -1)
 np.trapezoid(x); np.trapezoid(x, axis={of}); np.trapezoid(x, dx=0.3); np.trapezoid(x, a); np.trapezoid(x, a, axis=-1); np.trapezoid(a, x); np.trapezoid(m, x); np.trapezoid(x, x * x, 1.0, {of})
-np.trapezoid(x[0], x, axis=-1); np.trapezoid(x, array([0.1, 0.5]), axis=0); np.copy(x); np.copy(x, "F") * x
+np.trapezoid(x[0], x, axis=-1); np.trapezoid(x, np.array([0.1, 0.5]), axis=0); np.copy(x); np.copy(x, "F") * x
 x[(0, 1, 0), (2, 2, 1)]; x[:, (0, 2)]; x[..., (1, 0, 1)]; x[(0, 1), 1:]; np.split(x, [2, 1]); np.split(x, [2, 1], -1); np.array_split(x, [1, 0, 2], axis={of}); np.hsplit(x, [2, 1, 1]); np.trace(x, 1, 2, 0)
 x[0]; x[-1:]; x[..., 0]; x[[0, 1, 0]]; x[np.real(x) > 0]; x[None]; x[::-1]; x[:, [0, 2]]; x[array([[0, 1], [1, 0]])]; x[[0, 1], [1, 2]]
 linalg.norm(x); linalg.norm(x, axis={axis}{keep}); linalg.norm(x, 2, {one}); linalg.norm(x, ord=3, axis={one}{keep}); linalg.norm(x, 2); linalg.norm(x, 1); linalg.norm(x, np.inf)
