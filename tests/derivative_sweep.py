@@ -700,7 +700,7 @@ other_names: autograd's
 ---
 # NumPy's functions: which derivatives are available
 
-This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the which of
+This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and which of
 four derivatives {{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse mode, in forward mode, and to
 second order by reverse over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
 0 to 3 axes.
@@ -721,7 +721,7 @@ have the derivative zero.
 
 ## Some of the derivatives
 
-The second column says whether all four derivatives are available. Derivatives for which something else holds are named.
+The second column says what holds for most of the four derivatives, and names those that differ, as in *in part; forward: yes*.
 
 - *yes*: the derivative is available.
 - *in part*: the calls in the last column raise a `NotImplementedError` that names the function. In these calls, `x` is the

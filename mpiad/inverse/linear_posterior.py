@@ -152,9 +152,10 @@ class LinearPosterior:
     def _factored(self) -> np.ndarray:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
         n, sensors, _ = self._gamma.shape
+        times = n if self._channel.rank == 0 else 0  # whose rows this rank stores
         with raising_together(self._channel):
-            lower = _lower_triangle(n * sensors if self._channel.rank == 0 else 0)
-        blocks = lower.reshape((n, sensors, n, sensors) if self._channel.rank == 0 else (0, 0, 0, 0))
+            lower = _lower_triangle(times * sensors)
+        blocks = lower.reshape(times, sensors, times, sensors)
         for part in self.F._panels():
             self._running_sum(self._driven(self.F, part), self._gamma, blocks[:, part], until_row=True)
 

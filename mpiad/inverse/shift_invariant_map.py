@@ -113,8 +113,7 @@ class ShiftInvariantMap:
         self._length = 2 * self.n  # of the transforms, so that the last sources don't act on the first observations
         self._spectrum = np.empty((self._length // 2 + 1, self.n_sensors, math.prod(self.shape[1:])), complex)
         count, observation = min(self.n, _INTERVALS), linearize(observe)(u0)
-        several = lambda u, m: scan(advance, u, count, inputs=m)  # noqa: E731
-        adjoint = linearize(several, (0, 1))(u0, np.stack([source] * count))
+        adjoint = linearize(lambda u, m: scan(advance, u, count, inputs=m), (0, 1))(u0, np.stack([source] * count))
         for part in self._panels():
             self._spectrum[:, part] = rfft(self._sensitivities(adjoint, observation, part), self._length, axis=0)
         self._require_linear(advance, observe, u0, np.asarray(source))

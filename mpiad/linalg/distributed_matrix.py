@@ -585,8 +585,7 @@ class DistributedMatrix:
 
     def gathered(self, root: Rank = 0) -> Any:
         """Return the whole matrix as an untraced CSR matrix of SciPy on the root, and None on other ranks."""
-        parts = self._channel.data.gather(self.local_rows(), root)
-        return None if parts is None else scipy.sparse.vstack(parts, format="csr")
+        return _joined(self._channel.data.gather(self.local_rows(), root))
 
     def _require_square(self, call: str) -> None:
         if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # the same on all ranks
@@ -637,6 +636,11 @@ class Transposed:
         return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
 
 
+def _joined(parts: Sequence[Any] | None) -> Any:
+    """Return the ranks' rows as one CSR matrix; None on a rank that hasn't got them."""
+    return None if parts is None else scipy.sparse.vstack(parts, format="csr")
+
+
 class GatheredFactors:
     """A preconditioner that applies the exact inverse, with factors of the whole matrix.
 
@@ -651,13 +655,12 @@ class GatheredFactors:
         self._solvers = self._channel.size if matrix.shape[0] <= _MOST_COPIED else 1  # these ranks have factors
         self._factors, self._kind = None, "N"
         comm, rows = self._channel.data, matrix.local_rows()
-        parts = comm.allgather(rows) if self._solvers > 1 else comm.gather(rows)
+        whole = _joined(comm.allgather(rows) if self._solvers > 1 else comm.gather(rows))
         # Only ranks with factors detect a singular matrix. All raise, since the others would wait for them.
         with raising_together(self._channel):
-            if parts is not None:
-                whole = scipy.sparse.vstack(parts, format="csr")
+            if whole is not None:
                 self._factors = SparseFactors(whole, f"{call}: the matrix {matrix.shape}")
-        self._dtype = np.dtype(comm.bcast(None if parts is None else whole.dtype.str, 0))
+        self._dtype = np.dtype(comm.bcast(None if whole is None else whole.dtype.str, 0))
 
     @property
     def T(self) -> GatheredFactors:
