@@ -97,11 +97,11 @@ def test_a_kept_record_of_a_short_loop_is_one_program_after_the_first_step():
     """The first call traces the step; the record that it makes is used by all products."""
     mine = DOMAIN.owned[0]
     advance = mpiad.jit(lambda u, k, a: step({"u": u, "before": u}, k, 0.0, anp.stack([a, a]))["u"], strict=True)
-    linear = mpiad.linearize(lambda u, a: scan(advance, u, 9, a), (0, 1))(START[mine], 0.2)
-    assert max(key[2] for key in advance._derived if type(key) is tuple) == 8
+    linear = mpiad.linearize(lambda u, a: scan(advance, u, 5, a), (0, 1))(START[mine], 0.2)
+    assert 4 in {key[2] for key in advance._derived if type(key) is tuple}
 
     def last(u, a):
-        for _ in range(9):
+        for _ in range(5):
             u = u + a * (np.roll(u, 1) + np.roll(u, -1) - 2 * u) + 0.01 * a * u**3 - 0.1 * u
         return u
 
