@@ -149,7 +149,7 @@ def test_functions_with_all_derivatives():
     shapes = (3,), (2, 3)
     table = derivative_sweep.run(case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW)
     assert derivative_sweep.wrong(table) == [] and table.keys() == set(NEW)
-    refused = ("np.trapezoid(x, array([0.1, 0.5]), axis=0)",)  # two points for three values
+    refused = ("np.trapezoid(x, np.array([0.1, 0.5]), axis=0)",)  # two points for three values
     for name, row in table.items():
         found = {(outcome, case.call) for each in row.values() for outcome, case in each if case.call not in refused}
         assert {outcome for outcome, _ in found} == {"right"}, name
