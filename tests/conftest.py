@@ -4,8 +4,8 @@ A test runs on all ranks at once. The whole suite runs each on one number of ran
 three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
 another fourth), and a test that asks whether `size == 1` runs on one rank. Tests that take long (`EACH_VALUE`) run with
-each value of each of their parameters, but not with each combination. With `--thorough`, or if files are named, all tests
-run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that
+each value of each of their parameters, but not with each combination, or with a few of their sets (`few`). With
+`--thorough`, or if files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that
 differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one whose
 result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only); `thorough`
 for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than MPIAD_TEST_TIMEOUT (60 s). With
@@ -64,7 +64,7 @@ ON_TWO = (
     "programs/test_falling_back.py", "programs/test_values.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
     "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
-    "redistribution/test_fft.py", "test_memory.py", "timestepping", "vi",
+    "redistribution/test_fft.py", "test_memory.py", "timestepping", "transport/exits/test_exits_in_composites.py", "vi",
 )  # fmt: skip
 
 # What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on
@@ -80,7 +80,9 @@ ALSO_ON = {
 
 # What runs with each value of each parameter, of methods, devices and problems for example, in as few combinations as
 # have all of them: a run takes a kernel of its own, or a solve to tight tolerances. Such tests of other packages are marked
-# `each_value`; tests of these packages whose combinations have code of their own are marked `each_combination`.
+# `each_value`; tests of these packages whose combinations have code of their own are marked `each_combination`. Tests whose
+# parameters are further examples of the same, and that take more than half a second together, are marked `few(n)`: n of the
+# parameter sets run.
 EACH_VALUE = ("ensemble", "linalg")
 
 # What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
@@ -169,6 +171,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if whole:
         _leave_out(config, items, {item for item in items if item.get_closest_marker("thorough")})
         _leave_out(config, items, _repeated_values(config, items))
+        _leave_out(config, items, _further_examples(items))
         _leave_out(config, items, _parameter_sets_of_other_ranks(config, items))
     if WORLD.size == 1:
         _mix(items)
@@ -274,6 +277,19 @@ def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pyt
             missing -= values[best]
             paired |= pairs[best]
             left_out.discard(best)
+    return left_out
+
+
+def _further_examples(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the parameter sets beyond the number of which a test has `few`; those that stay are spread evenly."""
+    tests: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    left_out = set()
+    for sets in tests.values():
+        n = sets[0].get_closest_marker("few").args[0]
+        left_out |= set(sets) - {sets[k * len(sets) // n] for k in range(n)}
     return left_out
 
 

@@ -69,6 +69,7 @@ def run_of(commit: str, time: float, value: float, **changes: object) -> dict:
     return found | {"figures": [dict(zip(names, figure)) for figure in figures]}
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize(
     "newest, flagged, code",

@@ -124,6 +124,7 @@ def test_sparse_reactions(monkeypatch, seed):
     assert checked(back, monkeypatch, range(30, len(back.outputs))) < 0.9 * back.cost
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(monkeypatch, seed):
     program = drawn(seed)

@@ -145,6 +145,7 @@ def comparable(name, u, expected):
     return ~onp.isnan(expected) | (name not in KNOWN_BETTER)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("d", TABLE)
 def test_numpys_values_and_autograds_derivatives(d):
     functions, points = TABLE[d]

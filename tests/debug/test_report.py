@@ -266,6 +266,7 @@ def test_where_nothing_was_recorded(rank, capsys, monkeypatch):
     assert found.rows == [] and ("nothing was recorded. Run the program" in capsys.readouterr().out) == (rank == 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("setting", [
     {"MPIAD_DEBUG": "1"}, {"MPIAD_TRACE": "t.json"}, pytest.param({}, marks=pytest.mark.thorough),

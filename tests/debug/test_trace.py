@@ -265,6 +265,7 @@ if sys.argv[2] == "finalizes":
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize(("ranks", "end"), [
     (1, "finalizes"), (3, "exits"),
@@ -280,6 +281,7 @@ def test_of_the_whole_program(ranks, end, mpirun, tmp_path):
         assert names == ["forward", "mpi_sum", "value_and_grad", "backward", "mpi_barrier"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("entries", [3, 20_000])  # a function of a large array is compiled before it runs
 def test_of_a_program_whose_first_call_is_in_a_compiled_function(entries, mpirun, tmp_path):

@@ -269,6 +269,7 @@ print("number", mpi_allreduce(1.0), flush=True)
     assert "UnfinishedMessagesError: mpi_allreduce: ValueError left a trace" in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("traced, timeout", [
     (False, "5"), (True, ""), *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((False, ""), (True, "5"))),

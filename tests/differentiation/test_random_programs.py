@@ -81,6 +81,7 @@ def is_found(size):
     return False
 
 
+@pytest.mark.few(2)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("name", ["REDUCE_SCATTER", "ALLTOALL"])
 def test_a_wrong_adjoint_is_found(name, size, monkeypatch):

@@ -31,11 +31,12 @@ NOTEBOOKS = [name for name in NAMES if "```{notebook}" in (ROOT / name).read_tex
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
-# These take more than a second. They run with `--thorough`: alone, like all others.
+# These take more than half a second. They run with `--thorough`, and with `make examples`: alone, like all others.
 SLOW = (
     "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "counted.py", "cubic.py",
-    "currents.py", "fit.py", "four_d_var.py", "implicit_heat.py", "line.py", "many_fits.py", "outbreak_fit.py",
-    "rod_samples.py", "time_loop.py", "weight.py", "wells.py",
+    "currents.py", "decay_fit.py", "fit.py", "four_d_var.py", "implicit_heat.py", "line.py", "many_fits.py", "neurons.py",
+    "outbreak_fit.py", "receptor.py", "release.py",
+    "rod_samples.py", "root_block.py", "several_starts.py", "smooth.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
 # Their programs import one another, and packages of `make recipes`.
 RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")
@@ -171,12 +172,13 @@ def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 3, 4))])
 def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
     run_in_turn(ranks, SHOWN[TUTORIAL][0], mpirun, tmp_path)
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in DRAWING if name in SLOW])
 def test_a_snippet_draws_the_picture_that_its_page_shows(name, mpirun, tmp_path):
     (shown,) = (program for program in PROGRAMS if program.name == name)
@@ -184,6 +186,7 @@ def test_a_snippet_draws_the_picture_that_its_page_shows(name, mpirun, tmp_path)
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_pages_run_as_notebooks(mpirun, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "docs" / "_extensions")

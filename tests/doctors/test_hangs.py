@@ -32,6 +32,7 @@ def test_a_hang_is_explained(program: wrong_programs.WrongProgram) -> None:
     assert program.environment or latest <= 2 * slowdown()
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("source", ["any", "one"])
 @pytest.mark.unguarded

@@ -316,6 +316,7 @@ def concentrations(u0, p, seen=SAVED):
 DOSED, RATES = np.array([[0.5], [1.0], [0.0]]), np.array([[0.3, 0.3, 1.0], [0.1, 2.0, 0.7], [0.6, 1.0, 1.3]])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alg", [Vern7(), pytest.param(Rodas5P(), marks=pytest.mark.columns("one kernel is enough"))])
 def test_doses(alg, solved_by):
     sol = dosed(DOSED, RATES, alg)
@@ -493,6 +494,7 @@ def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
     assert len(set(same_digits(problem, p, options).retcode.tolist())) == 3
 
 
+@pytest.mark.few(1)
 def test_balls_in_a_box_have_the_same_digits_where_a_gradient_is_wanted():
     # Conditions that act from one side and from both, that only tell, and that end; and a kick at a given time.
     count = 40
@@ -568,6 +570,7 @@ def test_the_only_event_is_of_the_second_of_two():
     np.testing.assert_allclose(sol.u_end[:, 0], [np.exp(-1), 2 * np.exp(-1) + 3 * np.exp(-0.5)], rtol=1e-10)
 
 
+@pytest.mark.few(1)
 def test_what_ends_a_trajectory():
     decay = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (0.0, 3.0))
     more = Event(times=[1.0, 2.0], affect=lambda u, p, t: [u[0] + 1.0])
@@ -630,6 +633,7 @@ ENDING = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ending", ENDING)
 def test_a_terminal_event_at_a_given_time_comes_before_the_end(ending):
     rates, (stop, before) = np.random.default_rng(1).uniform(0.2, 0.9, (400, 2)), ENDING[ending]

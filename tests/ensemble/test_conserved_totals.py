@@ -47,7 +47,9 @@ def differences(fun, x, h=0.02):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("problem", [ENZYME, COMPARTMENTS], ids=["enzyme", "two volumes"])
+@pytest.mark.parametrize(
+    "problem", [pytest.param(ENZYME, id="enzyme", marks=pytest.mark.thorough), pytest.param(COMPARTMENTS, id="two volumes")]
+)
 def test_are_the_states_after_a_long_time_with_derivatives(problem):
     sol = steady_state(problem, Rodas5P())
     assert sol.retcode == "Success"

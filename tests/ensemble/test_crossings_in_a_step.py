@@ -77,6 +77,7 @@ def test_projectiles(alg, solved_by):
         np.testing.assert_allclose(sol.t_reached, expected, rtol=1e-9)
 
 
+@pytest.mark.few(2)
 @everywhere
 def test_random_ensembles(solved_by):
     rng = np.random.default_rng(3)
@@ -119,6 +120,7 @@ def test_roots_before_the_end_of_a_step_are_recorded_and_later_ones_are_not(solv
         Event(end.condition, interior_points=-1)
 
 
+@pytest.mark.few(2)
 @everywhere
 def test_gradients_of_both_times(solved_by):
     pass_by = Event(lambda u, p, t: u[0] - LEVEL, terminal=False)
@@ -139,6 +141,7 @@ def test_gradients_of_both_times(solved_by):
     np.testing.assert_allclose(mpiad.jvp(loss, speeds, along)[1], expected @ along, rtol=1e-8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alg", [RK45(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
 @on_host
 def test_events_that_act_within_a_step(alg, solved_by):

@@ -71,6 +71,7 @@ def _rounding(settings, usual=1e-8):
     return 1e-5 if "save_everystep" in settings else usual
 
 
+@pytest.mark.few(4)
 @pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _CASES)
 def test_derivatives_are_those_of_the_host(f, tspan, alg, settings):
@@ -243,6 +244,7 @@ def _gradients_with(every):
     return on_host(found["u0"]), on_host(found["p"]), on_host(moved)
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(
     "every", [1, pytest.param(2, marks=pytest.mark.thorough), 7, pytest.param(10_000, marks=pytest.mark.thorough)]
@@ -272,6 +274,7 @@ _TIMED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _TIMED)
 def test_derivatives_by_tspan_are_those_of_the_host(f, tspan, alg, settings):
@@ -293,6 +296,7 @@ def test_derivatives_by_tspan_are_those_of_the_host(f, tspan, alg, settings):
     np.testing.assert_allclose(on_host(moved), tangent, rtol=_rounding(settings))
 
 
+@pytest.mark.few(3)
 @pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _TIMED)
 def test_second_derivatives_are_those_of_the_host(f, tspan, alg, settings):
@@ -356,6 +360,7 @@ _WATCHED = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize(("tspan", "alg", "settings"), _WATCHED)
 def test_derivatives_through_events_are_those_of_the_host(tspan, alg, settings):

@@ -65,6 +65,7 @@ def test_forward_mode_and_second_derivatives():
     np.testing.assert_allclose(mpiad.hvp(loss)(U0, P, v), mpiad.hvp(exact_loss)(U0, P, v), rtol=1e-8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("argnums", [(0,), (1, 2)], ids=str)
 def test_tangents_where_times_move(argnums, monkeypatch):
     from mpiad.ensemble import differentiable
@@ -138,6 +139,7 @@ def exact_times(u0, p):
     return anp.sum(0.7 * first**2 - 1.1 * second**2 + 0.4 * last**2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [{}, {"gradient": "tangent"}, {"checkpoints": 2}, {"batch_size": 2}])
 def test_times_of_events_on_the_way(more):
     more = {**more, "events": LEVELS}
@@ -195,6 +197,7 @@ def test_start_of_tspan():
     np.testing.assert_allclose(found, [mpiad.grad(exact)(0.4), 0.0], rtol=1e-10)
 
 
+@pytest.mark.few(2)
 def test_shared_parameters_and_fixed_steps():
     def shared(p):
         problem = ODEProblem(falling, np.ones(2), (0.0, 20.0), p)

@@ -440,7 +440,7 @@ def test_doses_as_scipys_least_squares(compiled, timed):
     chosen = [2, 3] if timed else [0, 1, 2, 3]
     found = fitted_doses(first=np.array([[1.0], [1.0], [1.9], [0.6]]) if timed else None, compile=compiled)
     assert found.success[chosen].all()
-    for i in chosen if RANK == 0 else []:
+    for i in chosen[-2:] if RANK == 0 else []:
 
         def fun(x, i=i):
             return levels(x[:4], [*x[4:], *DOSES[i][len(x[4:]) :]]) - MEASURED[i]

@@ -329,6 +329,7 @@ def test_single_precision():
         close(a, b, 1e-4)
 
 
+@pytest.mark.few(1)
 @both
 def test_every_step_saved():
     u0, p = draws(3, 3), 10 * draws(3, 1, seed=1)

@@ -66,6 +66,7 @@ def check(found, expected, p=P, rtol=2e-6):
     np.testing.assert_allclose(mpiad.jvp(loss(found), p, along)[1], np.sum(slopes * along), rtol=rtol, atol=rtol)
 
 
+@pytest.mark.few(4)
 @both_sides
 @pytest.mark.parametrize("events", [SWITCH, CLOCK], ids=["time", "condition"])
 @pytest.mark.parametrize("alg", METHODS, ids=lambda alg: type(alg).__name__)
@@ -74,6 +75,7 @@ def test_at_a_given_time_and_at_roots_of_conditions_of_time(alg, events, f):
     check(ends(f, alg, events, **less), closed_form, rtol=2e-4 if less else 2e-6)
 
 
+@pytest.mark.few(2)
 @on_gpus_too
 @both_sides
 @pytest.mark.parametrize("alg", [RK45(), Tsit5(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
@@ -97,6 +99,7 @@ def test_terminal_events_at_roots_of_conditions_of_u_and_of_time(alg, solved_by)
     np.testing.assert_allclose(sol.t_reached, np.minimum(times, P[:, 0]), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 def test_with_checkpoints_backwards_and_to_second_order():
     check(ends(not_later, RK45(), checkpoints=3), closed_form)
     # Backwards in time the jump is passed from the other side.
@@ -172,6 +175,7 @@ def test_warning_about_a_jump_without_an_event(name, solved_by, caplog):
     assert not warnings_of(caplog, lambda: mpiad.grad(end)(1.01 * P))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("solved_by", ["columns", "kernels"], indirect=True)
 def test_no_warning_if_an_event_occurs_at_the_jump(solved_by, caplog):
     acting = Event(lambda u, p, t: t - p[0], affect=lambda u, p, t: [u[0]])

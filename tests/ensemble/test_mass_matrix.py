@@ -81,6 +81,7 @@ def test_robertson_with_its_conservation():
     np.testing.assert_allclose(sol.u_end[0], expected.u_end, rtol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize("options", [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}])
 def test_gradients(options):

@@ -71,6 +71,7 @@ def test_steps_and_ends_are_those_by_hand(name, system):
     np.testing.assert_allclose(sol.t[:8], times[:8], rtol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @every_method
 @pytest.mark.parametrize("system", ["Robertson", "Van der Pol", "HIRES"])
@@ -191,6 +192,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(("name", "system"), PAIRS)
@@ -311,6 +313,7 @@ def test_factors_beside_numpy():
         np.testing.assert_allclose(x, np.linalg.solve(flat, right.T[..., None])[..., 0].T, rtol=1e-10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 @every_method
 def test_steps_on_a_device_are_those_of_the_host(name):

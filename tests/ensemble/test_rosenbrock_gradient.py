@@ -83,6 +83,7 @@ def solved_loss(ensemble, alg, weights, **options):
     return loss(sol.u, sol.u_end, weights)
 
 
+@pytest.mark.few(5)
 @pytest.mark.each_combination
 @pytest.mark.serial
 @every_method

@@ -154,6 +154,7 @@ SENSITIVITIES = {  # per case: the options, and whether p is shared by all traje
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SENSITIVITIES)
 @pytest.mark.parametrize("spans", [False, True], ids=["", "with tspan"])
 def test_forward_mode_in_kernels(name, spans, monkeypatch):
@@ -203,6 +204,7 @@ LARGE = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
 @pytest.mark.parametrize("name", LARGE)
 def test_tangents_of_many_numbers_in_kernels(name, alg, monkeypatch):

@@ -80,6 +80,7 @@ def test_steps_are_held():
     assert not steps_of().nreject.any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize("alg", ALGORITHMS)
 def test_first_and_second_derivatives(alg):
@@ -87,6 +88,7 @@ def test_first_and_second_derivatives(alg):
     testing.check_grads(lambda *args: loss(*args, alg), U0, P, SPAN, argnum=(0, 1, 2), step=1e-2, order=order)
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 @WAYS
 def test_through_terminal_events(way):

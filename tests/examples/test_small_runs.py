@@ -60,6 +60,7 @@ RUNS = [
     Small(
         2, "examples/early_warning.py", "--cells 16 --gauges 6 --times 30 --events 16 --least 0 --picture picture.png",
         r"correlation with the true uplift (\S+);.*\n.* prior: (\S+)% of", lambda true, share: true > 0.5 and share > 88.0,
+        thorough=True,
     ),
     Small(
         2, "examples/ensemble_training.py", "--iterations 5",
@@ -93,7 +94,7 @@ RUNS = [
     ),
     Small(
         2, "examples/influenza_vi.py", "--n_epochs 2",
-        r"beta: (\S+) ± .* by the chain (\S+) ±", is_close(0.05),
+        r"beta: (\S+) ± .* by the chain (\S+) ±", is_close(0.05), thorough=True,
     ),
     Small(
         2, "examples/membrane_posterior.py", "--samples 6 --warmup 8 --most 99 --picture picture.png",
@@ -120,6 +121,7 @@ RUNS = [
     Small(
         2, "examples/poisson_posterior.py", "--chains 2 --samples 40 --warmup 20 --methods hpcn dr --picture picture.png",
         r"true log flux (\S+)\nLaplace approximation +(\S+) ±", lambda true, mean: abs(true - mean) < 2.0,
+        thorough=True,
     ),
     Small(
         2, "examples/predator_prey.py", "--starts 2 --iterations 12",
@@ -138,7 +140,7 @@ RUNS = [
     Small(
         2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
         " --picture picture.png",
-        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2,
+        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2, thorough=True,
     ),
     Small(
         2, "examples/shallow_water.py", "--cells 12 18 --hours 3 --iterations 2 --least 1 --picture picture.png",

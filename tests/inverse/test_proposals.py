@@ -287,6 +287,7 @@ FACTORS = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name, module, factor, otherwise", FACTORS)
 def test_a_missing_factor_is_found(monkeypatch, name, module, factor, otherwise):
     """Without a factor of a ratio of acceptance in the source, the tests above fail."""

@@ -74,6 +74,7 @@ def case(rank_rng, rank, size):
     return Case(rank_rng, rank, size)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", VECTORS)
 def test_taylor_rates(case, name):
     def loss(x):

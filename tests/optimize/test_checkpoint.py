@@ -214,6 +214,7 @@ result = least_squares(fun, start, checkpoint=CheckpointFile(path, every=2))
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize(("name", "at"), [("minimize", 14), ("least_squares", 20)])
 def test_killed_and_started_again(name: str, at: int, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
@@ -322,6 +323,7 @@ print("x", mpiad.minimize(loss, np.array([-1.2, 1.0]), method=sys.argv[3], check
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("method", ["BFGS", "L-BFGS-sharded"])
 def test_a_batch_chain_sees_the_signal(method: str, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:

@@ -79,6 +79,7 @@ def test_long_solves_on_one_rank(name: str, rank: int, size: int) -> None:
     assert np.max(np.abs(result.jac)) <= 1e-8
 
 
+@pytest.mark.few(4)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("method", ["BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov"])
 def test_other_methods_beside_scipy(method: str, rank: int, size: int) -> None:

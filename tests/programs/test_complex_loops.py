@@ -42,6 +42,7 @@ def fields(a):
 CASES = [(fun, (Z, W, X)) for fun in (arithmetic, functions, choices, reductions)] + [(fields, (A,))]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("fun", "args"), CASES, ids=lambda case: getattr(case, "__name__", ""))
 def test_values_and_derivatives(fun, args):
     check_jit(fun, *args, outside=True)

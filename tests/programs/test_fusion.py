@@ -83,6 +83,7 @@ def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     assert len(large) <= 1  # the cotangent, which five places read
 
 
+@pytest.mark.few(1)
 @pytest.mark.unguarded
 @pytest.mark.parametrize("count", [9, 27])
 def test_cotangents_of_components_are_joined(count):

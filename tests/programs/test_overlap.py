@@ -142,6 +142,7 @@ def test_divided_loops_compute_the_same_bits(rank, rank_rng):
 GRIDS = [(13,), (9, 12), (7, 5, 6)]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("dtype", [float, np.float32, complex, int], ids=str)
 @pytest.mark.parametrize("boundary, corners", [("zero", True), ("edge", True), ("reflect", True), (1.5, False)])

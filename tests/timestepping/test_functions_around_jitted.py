@@ -110,6 +110,7 @@ def _written_out(observe):
     return loss
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("checkpoints", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)

@@ -55,6 +55,7 @@ def found(tmp_path, **variables):
 ASKED = SWITCH.exists() and "[madvise]" in SWITCH.read_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variables, raised, asked", [
     ({}, True, True),
     pytest.param({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, True, True, marks=pytest.mark.thorough),

@@ -56,6 +56,7 @@ def test_one_rank_says_so_where_only_other_nodes_are_crowded(mpirun):
     assert done.stderr.count("ranks share") == done.stderr.count(f"3 ranks share {CORES} cores") == 1
 
 
+@pytest.mark.few(1)
 @several_cores
 @pytest.mark.parametrize("decided", [{"OMP_NUM_THREADS": "2"}, {"MPIAD_THREADS": "0"}])
 def test_the_user_decides(mpirun, decided):

@@ -32,6 +32,7 @@ mpiad.mpi_barrier()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("where", ["this node", "other nodes"])
 def test_a_long_wait_at_the_start_is_told(where, mpirun):
@@ -68,6 +69,7 @@ print(total(np.ones(3)), total(np.ones(3)), total.refused)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_compiled_function_may_start_the_library(debug, mpirun):
@@ -217,6 +219,7 @@ def test_sockets_of_ended_processes_are_removed(mpirun, place):
     assert not names & left and "bound" in left
 
 
+@pytest.mark.few(2)
 @pytest.mark.launches
 @pytest.mark.parametrize("kind", ["missing", "writable", "link", "of another user"])
 def test_without_a_folder_of_its_own_a_job_starts(kind, mpirun, place):

@@ -90,6 +90,7 @@ def norms():
             yield shape, order, axis
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [float, complex])
 @pytest.mark.parametrize("power", [1, 2])

@@ -133,6 +133,7 @@ def loss(u0, p, **more):
     return np.sum(weights * saved**2) + np.sum(sol.u_end**3) + np.sum(sol.t_reached**2) + on_the_way
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [{}, {"checkpoints": 3}, {"gradient": "tangent"}], ids=str)
 def test_gradients_through_the_times_of_events(more, monkeypatch):
     count = 12 if "gradient" in more else 80

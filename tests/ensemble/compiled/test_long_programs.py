@@ -37,6 +37,7 @@ def loss_of(alg, compile, dtype=float, **options):
     return loss, u0s
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("alg", "width", "dtype"), [
     (Tsit5(), 16, float), (Rodas5P(), 8, float), (Tsit5(), 8, np.float32),
 ])  # fmt: skip
@@ -111,6 +112,7 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
         np.testing.assert_array_equal(loops, scalars)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "alg, dtype",
     [

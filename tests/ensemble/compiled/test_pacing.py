@@ -151,6 +151,7 @@ def test_an_interrupt_ends_an_endless_solve_and_the_next_one_is_right(backend, c
     assert states(backend).u_end.tobytes() == reference.u_end.tobytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("numbers", "backend"), [
     pytest.param(6, WAYS[0], id="forward-alone"),
     pytest.param(4, WAYS[1], id="reverse-threads"),

@@ -335,6 +335,7 @@ np.savez(f"{out}.{rank}.npz", x=result.x, jac=result.jac, counts=[result.nit, re
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, e
     assert may_bring_arrays() is expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize(
     "asked, expected",

@@ -168,6 +168,7 @@ OWN = {
 }
 
 
+@pytest.mark.few(2)
 @launches
 @pytest.mark.parametrize("when", OWN)
 def test_the_user_s_handler_wins(when, mpirun):
@@ -318,6 +319,7 @@ signals._end_or_request = late
 """
 
 
+@pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("before", ["", LATE])
 def test_the_end_can_be_postponed(before, mpirun):

@@ -84,15 +84,20 @@ def receives(who, rank, size):
     return {ALL: True, NONE: False, ROOT: rank == 0, OTHERS: rank > 0, "the last": last, "but the last": not last}[who]
 
 
-@pytest.fixture
-def names(rank, size):
-    domain = mpiad.Domain(16)
+@pytest.fixture(scope="module")
+def made_once():
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     return {
-        "mpiad": mpiad, "MPI": MPI, "np": np, "anp": anp, "rank": rank, "size": size, "x": np.ones(3) * rank,
-        "domain": domain, "u": np.ones(domain.local_shape), "after": (rank + 1) % size, "before": (rank - 1) % size,
-        "ghosts": mpiad.GhostExchange(np.arange(3 * size), (3 * rank, 3 * rank + 3)),
-        "ring": MPI.COMM_WORLD.Create_cart([size], [True]),
-        "fft": mpiad.fft.DistributedFFT((16, 16)),
+        "domain": mpiad.Domain(16), "ghosts": mpiad.GhostExchange(np.arange(3 * size), (3 * rank, 3 * rank + 3)),
+        "ring": MPI.COMM_WORLD.Create_cart([size], [True]), "fft": mpiad.fft.DistributedFFT((16, 16)),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def names(made_once, rank, size):
+    return {
+        **made_once, "mpiad": mpiad, "MPI": MPI, "np": np, "anp": anp, "rank": rank, "size": size, "x": np.ones(3) * rank,
+        "u": np.ones(made_once["domain"].local_shape), "after": (rank + 1) % size, "before": (rank - 1) % size,
     }  # fmt: skip
 
 

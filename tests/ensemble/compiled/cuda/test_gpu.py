@@ -84,6 +84,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 def test_numbers_are_those_of_the_vectorised_path(name, place, caplog):
@@ -432,6 +433,7 @@ def swing(u, p, t):
     return [u[1] * p[1], -p[0] * anp.sin(u[0]) + 0.1 * anp.cos(t)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [
     {"events": (RIM, WALL), "saveat": TIMES}, {"events": (WALL, RIM, FLOOR, FLOOR)},
     {"events": RIM, "alg": RK4(), "dt": 0.05}, {"events": (FLOOR, RIM), "tspan": (1.0, -1.0), "max_steps": 14},
@@ -464,6 +466,7 @@ def by_events(backend, u0, p, shared=None, **options):
     return anp.sum(kept**2) + anp.sum(anp.sin(ends)) + times + anp.sum(anp.where(alive, sol.t_reached, 0.0) ** 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [
     {"events": (RIM, WALL)}, {"events": (FLOOR, RIM, FLOOR), "max_steps": 12}, {"events": RIM}
 ])  # fmt: skip

@@ -88,6 +88,7 @@ def assert_same_gradients(alg, device, **options):
         np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9 * np.abs(b).max())
 
 
+@pytest.mark.few(1)
 @every_method
 @pytest.mark.parametrize("events", [(), EVENTS], ids=["no events", "events"])
 def test_gradients_are_those_of_columns(alg, events, device):

@@ -75,6 +75,7 @@ def test_a_mistake_is_found():
     assert ptx is None and "error" in log
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name, dtype, watched, method", [
     ("lorenz", np.float64, False, "RK45"),
