@@ -5,10 +5,11 @@ three or on two (`ON_TWO`); with three sets or more every fourth one there, and 
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
 another fourth), and a test that asks whether `size == 1` runs on one rank. Tests that take long (`EACH_VALUE`) run with
 each value of each of their parameters, but not with each combination, or with a few of their sets (`few`). With
-`--thorough`, or if files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that
-differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one whose
-result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only); `thorough`
-for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than MPIAD_TEST_TIMEOUT (60 s). With
+`--thorough`, or if files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs
+more than one rank; `also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a
+file of tests that do; `one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts
+its own mpiexec (on one rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may
+take longer than MPIAD_TEST_TIMEOUT (60 s). With
 `-n auto` the one-rank run's files are divided among processes of one rank each.
 
 In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.

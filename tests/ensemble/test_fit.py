@@ -434,6 +434,7 @@ def fitted_doses(problem=PATIENTS, backend=None, first=None, **options):
     return fit(problem, first_component, start, Vern7(), backend or EnsembleMPI(), **options)
 
 
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.thorough), True], indirect=True)
 @pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["dose", "time"])
 def test_doses_as_scipys_least_squares(compiled, timed):
     # The first dose of the other patients is at the start of tspan, where a time has no derivative.

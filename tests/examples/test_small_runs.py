@@ -159,6 +159,7 @@ RUNS = [
         " --picture picture.png",
         r"energy after ten steps (\S+), .*\ngrowth by 3 steps: random (\S+), optimal (\S+),",
         lambda energy, random, optimal: abs(energy - 0.124953) < 1e-6 and optimal > random,
+        thorough=True,
     ),
     Small(
         2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
