@@ -65,7 +65,8 @@ ON_TWO = (
     "programs/test_falling_back.py", "programs/test_values.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
     "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
-    "redistribution/test_fft.py", "test_memory.py", "timestepping", "transport/exits/test_exits_in_composites.py", "vi",
+    "redistribution/test_fft.py", "test_memory.py", "timestepping", "transport/core/test_random_keys.py",
+    "transport/exits/test_exits_in_composites.py", "vi",
 )  # fmt: skip
 
 # What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on
@@ -172,7 +173,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if whole:
         _leave_out(config, items, {item for item in items if item.get_closest_marker("thorough")})
         _leave_out(config, items, _repeated_values(config, items))
-        _leave_out(config, items, _further_examples(items))
         _leave_out(config, items, _parameter_sets_of_other_ranks(config, items))
     if WORLD.size == 1:
         _mix(items)
@@ -259,39 +259,32 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 
 
 def _repeated_values(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the combinations of parameters whose values other combinations have, too."""
+    """Return the combinations of parameters whose values others have, too, and those beyond the number in `few`."""
     tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         each_value = "each_value" in marks or _is_in(config, item.path, EACH_VALUE) and "each_combination" not in marks
-        if each_value and hasattr(item, "callspec"):
+        if (each_value or "few" in marks) and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
-    left_out = set()
-    for sets in tests.values():
-        values = {item: _values(item) for item in sets}
-        pairs = {item: {*combinations(sorted(values[item]), 2)} for item in sets}
-        missing, paired = set().union(*values.values()), set()
-        left_out |= set(sets)
-        while missing:
-            # The first of those with the most values, and among these with the most pairs of values, that are new.
-            best = max(sets, key=lambda item: (len(missing & values[item]), len(pairs[item] - paired)))
-            missing -= values[best]
-            paired |= pairs[best]
-            left_out.discard(best)
-    return left_out
+    return {item for sets in tests.values() for item in set(sets).difference(_representatives(sets))}
 
 
-def _further_examples(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the parameter sets beyond the number of which a test has `few`; those that stay are spread evenly."""
-    tests: dict[tuple, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("few"):
-            tests.setdefault((item.path, item.originalname), []).append(item)
-    left_out = set()
-    for sets in tests.values():
-        n = sets[0].get_closest_marker("few").args[0]
-        left_out |= set(sets) - {sets[k * len(sets) // n] for k in range(n)}
-    return left_out
+def _representatives(sets: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the fewest parameter sets that have all values of all parameters, or as many as `few` says."""
+    few = sets[0].get_closest_marker("few")
+    values = {item: _values(item) for item in sets}
+    pairs = {item: {*combinations(sorted(values[item]), 2)} for item in sets}
+    missing, paired, chosen = set().union(*values.values()), set(), list[pytest.Item]()
+    if few:  # multiples of the golden ratio spread however many are taken
+        sets = [sets[k] for k in sorted(range(len(sets)), key=lambda k: k * 0.6180339887498949 % 1)]
+    while sets and (len(chosen) < few.args[0] if few else missing):
+        # The first of those with the most values, and among these with the most pairs of values, that are new.
+        best = max(sets, key=lambda item: (len(missing & values[item]), len(pairs[item] - paired)))
+        missing -= values[best]
+        paired |= pairs[best]
+        chosen.append(best)
+        sets = [item for item in sets if item is not best]
+    return chosen
 
 
 def _values(item: pytest.Item) -> frozenset[tuple]:

@@ -404,6 +404,7 @@ def named(error):
     return error is not None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize(("name", "composite", "where"), [
     *[(name, fun, "root") for name, fun in ON_ROOT.items()], *[(name, fun, "last") for name, fun in ON_LAST.items()]

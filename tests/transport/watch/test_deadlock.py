@@ -130,6 +130,8 @@ def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: in
 
 
 @mostly_compared
+@pytest.mark.also_on(2)
+@pytest.mark.not_on(3)
 def test_what_was_never_received_is_not_taken_for_something_later(mode: str, rank: int, expect_deadlock: Any) -> None:
     if rank == 1:
         recover()
