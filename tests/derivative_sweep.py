@@ -443,8 +443,8 @@ def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
 # ---- methods, attributes and operators of arrays: each name in `dir(numpy.ndarray)`, but for the following
 
 # Protocols of NumPy and Python, and operators that change an array.
-PROTOCOLS = re.compile(
-    r"__(array\w*|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
+PROTOCOLS = re.compile(  # and NumPy's own helpers, whose names begin with one underscore
+    r"_[a-z]\w*|__(array\w*|buffer|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
 )
 METHODS = """
 T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x

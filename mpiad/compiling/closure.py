@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -337,6 +338,7 @@ def _assigns_outside(code: CodeType) -> bool:
 # Bytecode.
 
 _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"
+_PAIR = re.compile(r"((?:LOAD|STORE)_FAST\w*?)_((?:LOAD|STORE)_FAST\w*)")  # since Python 3.13 one instruction for two names
 
 
 def _chains(code: CodeType) -> list[_Chain]:
@@ -347,6 +349,8 @@ def _chains(code: CodeType) -> list[_Chain]:
             raise Unknown
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chains[-1][2].append(instruction.argval)
+        elif (pair := _PAIR.fullmatch(instruction.opname)) and isinstance(instruction.argval, tuple):
+            chains += [(operation, name, []) for operation, name in zip(pair.groups(), instruction.argval)]
         else:
             chains.append((instruction.opname, instruction.argval, []))
     return [(operation, name, tuple(attributes)) for operation, name, attributes in chains]
@@ -386,8 +390,7 @@ def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
             reads += [attributes] if name == variable else []
         elif in_cell and operation in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CLOSURE", "MAKE_CELL"):
             continue
-        # In newer Pythons an instruction may load two names; it isn't analyzed which one an attribute belongs to.
-        elif ("FAST" in operation or "DEREF" in operation) and variable in (name if isinstance(name, tuple) else (name,)):
+        elif ("FAST" in operation or "DEREF" in operation) and name == variable:
             raise Unknown
     nested = [inner for inner in _nested(code) if variable in inner.co_freevars]
     return reads + [read for inner in nested for read in _reads_of_variable(inner, variable)]

@@ -46,12 +46,15 @@ def test_an_f_that_looks_at_types_is_refused():
 
 
 def test_imaginary_parts_that_numpy_loses_are_missed():
-    # Those of an array of objects are zero, as all are where the trajectories begin.
+    # Before NumPy 2.5 those of an array of objects are zero, as all are where the trajectories begin.
     def f(u, p, t):
         return [np.array([u[0], u[0]]).imag[0], u[1]]
 
     u0 = np.ones((2, 3), complex)
     batch = Batch(f, (2,), u0, parameters_of(None, False), np.zeros(3), np.ones(3))
+    if np.array([1j], object).imag[0] == 1.0:
+        program_of(batch)
+        return
     with pytest.raises(Untraceable, match="types of its arguments"):
         program_of(batch)
 

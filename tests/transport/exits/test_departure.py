@@ -5,9 +5,9 @@ import re
 import pytest
 
 START = """
-import atexit, os, sys, threading, time
+import atexit, os, sys, threading, time, warnings
 import mpiad
-
+warnings.filterwarnings("ignore", message=".*use of fork")  # since Python 3.12, in a process with threads
 rank = mpiad.mpi_rank()
 mpiad.mpi_barrier()
 """

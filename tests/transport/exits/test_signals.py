@@ -17,10 +17,11 @@ from mpiad.transport.exits import signals
 launches = pytest.mark.launches
 
 START = """
-import os, signal, subprocess, sys, threading, time
+import os, signal, subprocess, sys, threading, time, warnings
 import mpiad
 from mpi4py import MPI
 
+warnings.filterwarnings("ignore", message=".*use of fork")  # since Python 3.12, in a process with threads
 rank = mpiad.mpi_rank()
 mpiad.mpi_barrier()
 
