@@ -140,8 +140,8 @@ def _messages(
     outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
     # With `backwards`, received values are added to the cells, so they need a buffer.
     incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
-    group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-    messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
+    sent, received = ({r.peer: m.message for r, m in zip(routes, memory)} for memory in (outgoing, incoming))
+    messages = PreparedMessages(channel(comm, "exchange", collective=False), tag, sent, received)
     packed = [_Copy(part, cells, ZERO) for memory in outgoing for cells, part in memory.copies]
     unpacked = [_Copy(cells, part, ZERO, backwards) for memory in incoming for cells, part in memory.copies]
     return [*packed, messages, *unpacked]
