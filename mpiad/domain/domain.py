@@ -821,10 +821,10 @@ class Domain(Decomposition):
         >>> print(np.allclose(result.x, x))
         True
         """
-        return higher_layers.minimize_field(
-            self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, constraints=constraints,
-            tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
-        )  # fmt: skip
+        function = {"jac": jac, "hessp": hessp, "objective": objective, "args": args}
+        solver = {"bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
+        output = {"callback": callback, "progress": progress}
+        return higher_layers.minimize_field(self, fun, x0, method, checkpoint, **function, **solver, **output)
 
     def normal(self, rng: Rng = None, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.

@@ -38,7 +38,7 @@ from mpiad.transport.watch import deadlock_proof as proof
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
 from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
-from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, waits_by_thread
+from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, restore_wait, waits_by_thread
 
 _PROC_NULL = MPI.PROC_NULL
 _CONSTRUCTORS = (
@@ -84,7 +84,7 @@ class _Method:
             if peer in parameters
         ]
         self.probes, self.status_place = "probe" in name.lower(), getattr(parameters.get("status"), "place", 0)
-        self.is_persistent = name.endswith("_init")
+        self.is_persistent, self.constructs = name.endswith("_init"), name in _CONSTRUCTORS
         self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
 
@@ -150,14 +150,11 @@ class ProgramCall(Waiting):
         if not self.method.ends:
             taking_part = comm.neighbors if "eighbor" in self.name else members
             return [Operation(COLLECTIVE, self.name, comm.key, taking_part, self.number)]
-        # If the call also receives, the send may have ended, since MPI has buffered the message.
-        return [
-            Operation(
-                kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), self.number, tag,
-                kind is RECEIVE and is_open((peer, tag)),
-            )
-            for kind, peer, tag in self.ends()[-1:]
-        ]  # fmt: skip
+        if not (ends := self.ends()):
+            return []
+        kind, peer, tag = ends[-1]  # if the call also receives, the send may have ended, since MPI has buffered the message
+        peers = members if peer == MPI.ANY_SOURCE else (members[peer],)
+        return [Operation(kind, self.name, comm.key, peers, self.number, tag, kind is RECEIVE and is_open((peer, tag)))]
 
     def by_name(self) -> dict[str, Any]:
         """Return the arguments by parameter."""
@@ -184,12 +181,10 @@ class ProgramCall(Waiting):
         texts = [call.described() if call is self else f"{call.name} {call.described()}" for call in self.calls]
         hints = [_hint(call) for call in self.calls]
         threads = {thread.ident: thread for thread in threading.enumerate() if not thread.name.startswith("mpiad-")}
-        return {
-            "call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), ""),
-            "place": site_of(sys._current_frames().get(here)).text,
-            "threads": [call.wait(threads[thread]) for thread, call in waits.items() if thread in threads],
-            "all_wait": threads.keys() <= waits.keys(),
-        }  # fmt: skip
+        thread_waits = [call.wait(threads[thread]) for thread, call in waits.items() if thread in threads]
+        text = {"call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), "")}
+        text["place"] = site_of(sys._current_frames().get(here)).text
+        return {**text, "threads": thread_waits, "all_wait": threads.keys() <= waits.keys()}
 
     def give_up(self, reason: str) -> None:
         """Do nothing: the program's communicators aren't marked."""
@@ -257,10 +252,7 @@ def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords:
     try:
         return call(*args, **keywords)
     finally:
-        if before is None:
-            waits_by_thread.pop(thread, None)
-        else:
-            waits_by_thread[thread] = before
+        restore_wait(thread, before)
 
 
 class _ProgramRequest:
@@ -332,14 +324,11 @@ class _AnyRequest(type):
         return isinstance(instance, cls.__mro__[2])
 
 
-def _class_of_requests(bare: type) -> type:
-    methods = {
-        f"{wait}{which}": _waits(f"{wait}{which}") for wait in ("Wait", "wait") for which in ("", "all", "any", "some")
-    }
-    return _AnyRequest(bare.__name__, (_ProgramRequest, bare), methods | {"__module__": "mpi4py.MPI"})
-
-
-_REQUESTS = {bare: _class_of_requests(bare) for bare in (_Request, _Prequest)}
+_WAITS = {name: _waits(name) for name in "Wait Waitall Waitany Waitsome wait waitall waitany waitsome".split()}
+_MEMBERS = _WAITS | {"__module__": "mpi4py.MPI"}
+_REQUESTS: dict[type, type] = {
+    bare: _AnyRequest(bare.__name__, (_ProgramRequest, bare), _MEMBERS) for bare in (_Request, _Prequest)
+}
 
 
 def _watched_request(request: Request, call: ProgramCall) -> Request:
@@ -419,7 +408,7 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
             result = _during(call, function, self, *args, **keywords)
             if frees:
                 _counters.pop(self.key, None)
-            return result
+            return watched(result) if method.constructs else result
         try:
             if starts:
                 return _watched_request(function(self, *args, **keywords), call)
@@ -440,10 +429,6 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
     return wraps(function)(watched_call)
 
 
-def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(method)(lambda self, *args, **keywords: watched(method(self, *args, **keywords)))
-
-
 @cache
 def _class_of(bare: type) -> type:
     found = {name: getattr(bare, name) for name in dir(bare) if name not in _DIFFERENT}
@@ -451,7 +436,6 @@ def _class_of(bare: type) -> type:
         name: _Method(function, name) for name, function in found.items() if inspect.isroutine(function) and name[0] != "_"
     }
     methods = {name: _watched_method(method) for name, method in every.items() if method.ends or name in _COLLECTIVES}
-    methods |= {name: _constructs(methods[name]) for name in _CONSTRUCTORS if name in methods}
     methods["receives_array"] = _watched_method(_Method(bare.Recv, "Sendrecv"))
     methods["receives_object"] = _watched_method(_Method(bare.recv, "sendrecv"))
     return type(bare.__name__, (_Communicator, bare), methods | {"__module__": "mpi4py.MPI", "bare_class": bare})
