@@ -94,7 +94,7 @@ class Execution:
         return np.concatenate([np.zeros(0), *[np.ravel(to_host(w) * to_host(leaf)) for w, leaf in pairs if is_variable(w)]])
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: Array) -> Array:
     return np.copy(leaf)[()] if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from mpiad.transport import Channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.random_keys import generator_of
 
+T = TypeVar("T")
 _DIRECTIONS = 2
 
 
-def _alone(value: Any) -> list[Any]:
+def _alone(value: T) -> list[T]:
     return [value]
 
 

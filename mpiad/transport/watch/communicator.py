@@ -61,9 +61,9 @@ class CollectiveWait(_Wait):
             for rank in self.comm.members
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries of a table of waits."""
-        report = {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
+        report: dict[str, object] = {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
         return report | {"key": self.key, "number": self.number, "members": self.comm.members}
 
 
@@ -87,13 +87,13 @@ class MessageWait(_Wait):
         members = self.comm.members
         return [rank for rank in members if rank != members[self.comm.rank]] if self.peer < 0 else [members[self.peer]]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries of a table of waits."""
         partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
-        report = {"call": self.name, "arguments": arguments, "place": self.place, "hint": self._hint()}
+        report: dict[str, object] = {"call": self.name, "arguments": arguments, "place": self.place, "hint": self._hint()}
         return report | {"peers": self._peers()}
 
     def _hint(self) -> str:
