@@ -131,10 +131,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     try:
         receipt.requests[0].Wait(status)
     # After another exception, such as an interrupt, MPI may still write to the buffer, which therefore isn't released.
-    except DeadlockError:
-        envelope.channel.release(receipt.requests)
-        raise
-    except (MPI.Exception, MessageMismatchError) as error:
+    except (MPI.Exception, DeadlockError, MessageMismatchError) as error:
         envelope.channel.release(receipt.requests)
         _answered(envelope, status)
         if isinstance(error, MPI.Exception):

@@ -44,6 +44,10 @@ class _Wait:
         if (channel := self.comm.owner()) is not None:
             channel.mark(f"{reason.splitlines()[0].rstrip(':.')}.")
 
+    def report(self) -> dict[str, object]:
+        """Return the entries of a table of waits."""
+        return {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
+
 
 class CollectiveWait(_Wait):
     """A wait in collective `number` of those counted under `key`; ranks with a lower count are missing."""
@@ -63,8 +67,7 @@ class CollectiveWait(_Wait):
 
     def report(self) -> dict[str, object]:
         """Return the entries of a table of waits."""
-        report: dict[str, object] = {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
-        return report | {"key": self.key, "number": self.number, "members": self.comm.members}
+        return super().report() | {"key": self.key, "number": self.number, "members": self.comm.members}
 
 
 class MessageWait(_Wait):
@@ -93,8 +96,7 @@ class MessageWait(_Wait):
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
-        report: dict[str, object] = {"call": self.name, "arguments": arguments, "place": self.place, "hint": self._hint()}
-        return report | {"peers": self._peers()}
+        return super().report() | {"arguments": arguments, "hint": self._hint(), "peers": self._peers()}
 
     def _hint(self) -> str:
         """Return a sentence about a message that has arrived instead of the expected one."""
