@@ -800,18 +800,7 @@ class Domain(Decomposition):
         Returns
         -------
         mpiad.optimize.MinimizeResult
-            As in `minimize` with the same method: `x` and `jac` are this rank's blocks.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the block's shape.
-        WorkerError
-            On all ranks, if an evaluation raises on any rank.
-
-        Adjoint
-        -------
-        None: the result is a constant in every trace.
+            As in `minimize` with this method, also for exceptions and the adjoint: `x` and `jac` are this rank's blocks.
 
         Examples
         --------
