@@ -239,7 +239,7 @@ def scatter(
 
 
 def _packed(array: Array, lengths: list[int], axis: int) -> Array:
-    if prod(array.shape[:axis]) == 1:
+    if not axis or prod(array.shape[:axis]) == 1:
         return array
     packed = Spec.of(array).empty()
     for part, entries in _parts(array, packed, lengths, axis):
@@ -248,7 +248,7 @@ def _packed(array: Array, lengths: list[int], axis: int) -> Array:
 
 
 def _unpacked(packed: Array, lengths: list[int], axis: int) -> Array:
-    if prod(packed.shape[:axis]) == 1:
+    if not axis or prod(packed.shape[:axis]) == 1:
         return packed
     array = Spec.of(packed).empty()
     for part, entries in _parts(array, packed, lengths, axis):
