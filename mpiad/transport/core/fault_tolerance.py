@@ -16,11 +16,17 @@ from mpiad._typing import Comm
 from mpiad.environment_variables import switch
 from mpiad.errors import RemoteError
 
-# The launcher sets this variable. Without it, Open MPI has functions that revoke communicators, but they don't work.
-_is_asked_for = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
-_can_revoke = _is_asked_for and hasattr(MPI.Comm, "Revoke") and MPI.get_vendor()[0] == "Open MPI"
-# In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
-FAULT_TOLERANT = _can_revoke and switch("MPIAD_RECOVERY", True) and not switch("MPIAD_DEBUG", False)
+
+def _can_revoke() -> bool:
+    # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
+    if not switch("MPIAD_RECOVERY", True) or switch("MPIAD_DEBUG", False) or not hasattr(MPI.Comm, "Revoke"):
+        return False
+    # The launcher sets this variable. Without it, Open MPI has these functions, but they don't work.
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
+    return asked and MPI.get_vendor()[0] == "Open MPI"
+
+
+FAULT_TOLERANT = _can_revoke()
 _DEATHS = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")} - {None}
 _INTERRUPTIONS = _DEATHS | ({getattr(MPI, "ERR_REVOKED", None)} - {None})
 
