@@ -78,13 +78,11 @@ __all__ = [
 
 # Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
-    "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "interop", "inverse", "linalg", "optimize",
-    "parallel", "programs", "pytrees", "redistribution", "tasks", "testing", "timestepping", "vi",
-)  # fmt: skip
-_FROM_PACKAGES = {
-    "Domain": "domain", "GhostExchange": "redistribution", "drive": "optimize", "jit": "programs", "minimize": "optimize",
-    "mpi_map": "tasks", "mpi_optimize": "optimize",
-}  # fmt: skip
+    "debug device domain ensemble errors extend fft interop inverse linalg optimize parallel programs pytrees "
+    "redistribution tasks testing timestepping vi"
+).split()
+_FROM_PACKAGES = {"Domain": "domain", "GhostExchange": "redistribution", "jit": "programs", "mpi_map": "tasks"}
+_FROM_PACKAGES |= dict.fromkeys(("drive", "minimize", "mpi_optimize"), "optimize")
 
 
 def __getattr__(name: str) -> Any:

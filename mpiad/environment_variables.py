@@ -10,15 +10,13 @@ from typing import TypeVar
 
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
-# The type of each variable's value.
-VARIABLES = {
-    "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
-    "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_PINNED": "number", "MPIAD_HUGE_PAGES": "switch", "MPIAD_MALLOPT": "switch",
-    "MPIAD_RECOVERY": "switch", "MPIAD_THREADS": "switch", "MPIAD_TIMEOUT": "number", "MPIAD_TRACE": "path",
-    # Used by the tests.
-    "MPIAD_LAUNCH_FOLDER": "path", "MPIAD_LAUNCH_RANKS": "number", "MPIAD_TEST_PATIENCE": "number",
-    "MPIAD_TEST_TIMEOUT": "number",
-}  # fmt: skip
+# The names of the variables by the type of the value; those of tests and their launcher, too.
+_NAMES = {
+    "switch": "ABORT CUDA_AWARE DEBUG DEBUG_SITES HUGE_PAGES MALLOPT RECOVERY THREADS",
+    "path": "CACHE TRACE LAUNCH_FOLDER",
+    "number": "DEVICE_PINNED TIMEOUT LAUNCH_RANKS TEST_PATIENCE TEST_TIMEOUT",
+}
+VARIABLES = {f"MPIAD_{name}": kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 _Default = TypeVar("_Default", bool, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -167,7 +168,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
     called = partial(_called_from_jax, jax)
 
-    def value_of(x: Any) -> Any:
+    def value_of(x: Tree) -> object:
         return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
 
     driven = jax.custom_vjp(lambda x: called(f, value_of(x), x))
@@ -179,11 +180,11 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
     return driven
 
 
-def _called_from_jax(jax: Any, method: Function, specs: Any, *args: Any) -> Any:
+def _called_from_jax(jax: ModuleType, method: Function, specs: Tree, *args: Tree) -> Tree:
     """Call a driven function's method in a program of JAX, with results of the given specs."""
     tree_map = jax.tree_util.tree_map
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Tree:
         token = _jax_waits.set(True)
         try:
             results = method(*tree_map(lambda x: np.asarray(x, float), args))
@@ -236,33 +237,33 @@ def to_torch(f: DrivenFunction) -> Function:
 
     operator = _torch_operator(torch, f)
 
-    def driven(x: Any) -> Any:
+    def driven(x: Tree) -> Array:
         leaves, build = flatten(x)
-        return operator.apply(build, *leaves)
+        return operator(build, *leaves)
 
     return driven
 
 
-def _torch_operator(torch: Any, f: DrivenFunction) -> Any:
+def _torch_operator(torch: ModuleType, f: DrivenFunction) -> Function:
     """Return PyTorch's operator of a driven function."""
 
-    def like(values: Any, x: Any) -> Any:
+    def like(values: Array, x: Array) -> Array:
         return torch.as_tensor(np.asarray(values), dtype=x.dtype, device=x.device)
 
     class Driven(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, build: Function, *leaves: Any) -> Any:
+        def forward(ctx: Any, build: Function, *leaves: Array) -> Array:
             ctx.save_for_backward(*leaves)
             ctx.x = build([leaf.detach().double().cpu().numpy() for leaf in leaves])
             return like(f(ctx.x), leaves[0])
 
         @staticmethod
         @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, g: Any) -> tuple[Any, ...]:
+        def backward(ctx: Any, g: Array) -> tuple[Array, ...]:
             cotangents = f.vjp(ctx.x, g.double().cpu().numpy())
             return None, *(like(part, x) for part, x in zip(flatten(cotangents)[0], ctx.saved_tensors))
 
-    return Driven
+    return Driven.apply
 
 
 def _check_driven(f: object, call: str) -> None:
@@ -326,7 +327,7 @@ class _Operator:
             found.append(self.framework.native(x))
         return found
 
-    def arrays(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+    def arrays(self, leaves: Sequence[Array]) -> list[np.ndarray]:
         """Return plain arrays with the values of the leaves of a result."""
         found = []
         for y in leaves:
@@ -445,7 +446,7 @@ class _JAX:
             )
         return x
 
-    def array(self, y: Any) -> np.ndarray | None:
+    def array(self, y: Array) -> np.ndarray | None:
         """Return the values of a result; None if it isn't a floating-point or complex array on the CPU."""
         expected = isinstance(y, self.module.Array) and y.dtype.kind in "fc"
         return np.asarray(y) if expected and all(device.platform == "cpu" for device in y.devices()) else None
@@ -463,7 +464,7 @@ class _Torch:
     def compiled(self, fun: Function) -> Function:
         """Return the function without a graph of its own, as for parameters of a module; it must not change arguments."""
 
-        def run(natives: Sequence[Any]) -> object:
+        def run(natives: Sequence[Array]) -> object:
             with self.module.no_grad():
                 result = fun(natives)
             if any(native._version for native in natives):
@@ -482,7 +483,7 @@ class _Torch:
         """Return a tensor that shares the memory of x if possible."""
         return self.module.from_numpy(np.require(x, requirements=("C", "W")))
 
-    def array(self, y: Any) -> np.ndarray | None:
+    def array(self, y: Array) -> np.ndarray | None:
         """Return the values of a result; None if it isn't a floating-point or complex tensor on the CPU."""
         if isinstance(y, self.module.Tensor) and y.device.type == "cpu" and (y.is_floating_point() or y.is_complex()):
             return y.detach().resolve_conj().resolve_neg().numpy()

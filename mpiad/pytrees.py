@@ -13,9 +13,9 @@ import dataclasses
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from autograd.builtins import DictBox, SequenceBox
@@ -29,6 +29,8 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_arr
 __all__ = ["register"]  # the other names are internal
 __dir__ = __all__.copy
 
+T = TypeVar("T")
+
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
@@ -36,7 +38,7 @@ FIELDS: dict[type, tuple[str, ...]] = {}  # the fields of registered dataclasses
 _CLASSES: dict[str, type] = {}  # registered classes by their names in checkpoints
 
 
-def register(cls: Any) -> Any:
+def register(cls: type[T]) -> type[T]:
     """Register a dataclass or named tuple as a container in pytrees, as a class decorator.
 
     The fields of a registered dataclass are parts of a pytree, in the order of their declaration: gradients, minimizers,
@@ -75,8 +77,8 @@ def register(cls: Any) -> Any:
     >>> print(type(gradient).__name__, gradient.slope, gradient.offset)
     Line 3.0 4.0
     """
-    is_data = isinstance(cls, type) and dataclasses.is_dataclass(cls)
-    fields: Any = [field.name for field in dataclasses.fields(cls)] if is_data else getattr(cls, "_fields", None)
+    is_data = dataclasses.is_dataclass(cls)  # or an object of one
+    fields = [field.name for field in dataclasses.fields(cls)] if is_data else getattr(cls, "_fields", None)
     if not isinstance(cls, type) or not fields:
         raise TypeError(
             f"pytrees.register: expected a dataclass or named tuple with fields, but got {cls!r:.80}. Write the decorator "
@@ -92,26 +94,26 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _object_of(cls: Any, parts: Iterable[Any]) -> Any:
+def _object_of(cls: type, parts: Iterable[Tree]) -> Tree:
     """Return an object of a registered class with these fields."""
-    if hasattr(cls, "_make"):
-        return cls._make(parts)
+    if make := getattr(cls, "_make", None):
+        return make(parts)
     made = object.__new__(cls)
     for name, part in zip(FIELDS[cls], parts):
         object.__setattr__(made, name, part)  # a frozen class has no other way
     return made
 
 
-def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+def flatten(tree: Tree) -> tuple[list[Array], Callable[[list[Array]], Tree]]:
     """Return the leaves of a pytree, and the function that builds a pytree of the same structure from other leaves."""
     if type(tree) in LEAF_TYPES:  # the most common case
         return [tree], _FIRST
-    leaves: list[Any] = []
+    leaves: list[Array] = []
     build = _in_levels(_walk, tree, leaves)
     return leaves, lambda new: _in_levels(build, iter(new))
 
 
-def _in_levels(visit: Callable, *args: Any) -> Any:
+def _in_levels(visit: Callable[..., T], *args: object) -> T:
     """Visit the levels of a pytree recursively; raise a ValueError if there are too many."""
     try:
         return visit(*args)
@@ -123,7 +125,7 @@ def _in_levels(visit: Callable, *args: Any) -> Any:
         ) from None
 
 
-def _walk(tree: Tree, leaves: list[Any]) -> Callable:
+def _walk(tree: Tree, leaves: list[Array]) -> Callable:
     kind = type(tree)
     if kind in LEAF_TYPES:
         leaves.append(tree)
@@ -142,7 +144,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     return next
 
 
-def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
+def _walk_dict(tree: Tree, leaves: list[Array]) -> Callable:
     keys = list(tree.keys())
     parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
     # A subclass with another constructor, such as a defaultdict, becomes a dict.
@@ -156,7 +158,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     return build
 
 
-def _in_order(tree: Tree) -> list[Any]:
+def _in_order(tree: Tree) -> list[Hashable]:
     keys = list(tree.keys())
     try:
         return sorted(keys)  # since ranks may have inserted keys in different orders
@@ -164,7 +166,7 @@ def _in_order(tree: Tree) -> list[Any]:
         return keys
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
+def map_leaves(function: Callable[[Array], Array], tree: Tree) -> Tree:
     """Apply a function to each leaf of a pytree."""
     leaves, build = flatten(tree)
     return build([function(leaf) for leaf in leaves])
@@ -182,7 +184,7 @@ def same_form(tree: Tree, other: Tree) -> bool:
     return not isinstance(tree, (dict, list, tuple)) and type(tree) not in FIELDS
 
 
-def children(tree: Tree, name: str) -> list[tuple[str, Any]] | None:
+def children(tree: Tree, name: str) -> list[tuple[str, Tree]] | None:
     """Return the parts of a container with their paths, such as ``("x['w']", [1.0])``; None for a leaf."""
     if isinstance(tree, (dict, DictBox)):
         return [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
@@ -193,12 +195,12 @@ def children(tree: Tree, name: str) -> list[tuple[str, Any]] | None:
     return None if fields is None else [(f"{name}.{field}", getattr(tree, field)) for field in fields]
 
 
-def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
+def named_leaves(tree: Tree, name: str) -> list[tuple[str, Array]]:
     """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container counts as a leaf."""
     return _in_levels(_named_leaves, tree, name)
 
 
-def _named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
+def _named_leaves(tree: Tree, name: str) -> list[tuple[str, Array]]:
     parts = children(tree, name)
     if parts is None:
         return [(name, getval(tree))]
@@ -240,7 +242,7 @@ def leaf_on_device(tree: Tree) -> Array:
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
-def places_by_kind(leaves: Sequence[Any], indices: Iterable[int]) -> list[list[int]]:
+def places_by_kind(leaves: Sequence[Array], indices: Iterable[int]) -> list[list[int]]:
     """Group the indices of leaves by dtype and device; the leaves of a group can be concatenated."""
     groups: dict[object, list[int]] = {}
     for k in indices:
@@ -269,19 +271,19 @@ def split(flat: Array, shapes: Iterable[Shape]) -> list[Array]:
     return parts
 
 
-def fetched(leaves: Sequence[Any]) -> list[Any]:
+def fetched(leaves: Sequence[Array]) -> list[Array]:
     """Copy the leaves that are on devices to the host, with one copy for each device and dtype."""
     return _moved(leaves, [arrays_of(leaf) for leaf in leaves], lambda arrays, flat: arrays.to_host(flat))
 
 
-def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[Any]:
+def put(leaves: Sequence[Array], devices: Sequence[ArrayModule | None]) -> list[Array]:
     """Copy host arrays to the given devices, None for the host, with one copy for each device and dtype."""
     return _moved(leaves, devices, lambda arrays, flat: arrays.to_device(flat))
 
 
 def _moved(
-    leaves: Sequence[Any], devices: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
-) -> list[Any]:
+    leaves: Sequence[Array], devices: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
+) -> list[Array]:
     moved, groups = list(leaves), dict[tuple[ArrayModule, np.dtype], list[int]]()
     for k, arrays in enumerate(devices):
         if arrays is not None:

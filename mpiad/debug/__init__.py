@@ -6,7 +6,6 @@ from mpiad.debug.program import watch
 from mpiad.debug.recording import recorded, traced
 from mpiad.debug.report import Report, Row, report
 
-__all__ = [
-    "Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced", "watch",
-]  # fmt: skip
+__all__ = ["Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report"]
+__all__ += ["traced", "watch"]
 __dir__ = __all__.copy

@@ -10,7 +10,6 @@ import difflib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import timeit
@@ -35,7 +34,7 @@ from mpiad.transport.core.fault_tolerance import flush_streams
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices import staging
 from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
-from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library
+from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library, output_of
 from mpiad.transport.resources import cores, huge_pages
 from mpiad.transport.watch.call_agreement import rank_ranges
 
@@ -193,8 +192,8 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
 
-_VERSION_TIMEOUT = 3  # time limit of `mpiexec --version`
 _FAMILY_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
+_IN_VERSION = {"openmpi": ("Open MPI", "OpenRTE", "prte", "PRRTE"), "mpich": ("HYDRA", "Intel(R) MPI", "MVAPICH")}
 
 
 class Mistake(NamedTuple):
@@ -237,7 +236,9 @@ def _mpiexec_of(library: Library) -> str:
 def mpiexec_mistakes(library: Library, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
     """Return a mistake if the `mpiexec` in the search path belongs to another MPI than the library."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
-    family, expected = program and _family_of_mpiexec(program), family_of(library.vendor)
+    # The version text identifies the MPI implementation: the program has the same name in all MPIs, and may be a link.
+    text, expected = output_of(program, "--version") if program else "", family_of(library.vendor)
+    family = next((family for family, names in _IN_VERSION.items() if any(name in text for name in names)), "")
     if not family or not expected or family == expected:
         return []
     text = (
@@ -245,20 +246,6 @@ def mpiexec_mistakes(library: Library, environment: Mapping[str, str] = os.envir
         f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
     )
     return [Mistake("warning", text)]
-
-
-def _family_of_mpiexec(program: str) -> str:
-    try:
-        # The version text identifies the MPI implementation: the program has the same name in all MPIs, and may be a link.
-        done = subprocess.run(
-            [program, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=_VERSION_TIMEOUT
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    text = done.stdout + done.stderr
-    if any(name in text for name in ("Open MPI", "OpenRTE", "prte", "PRRTE")):
-        return "openmpi"
-    return "mpich" if any(name in text for name in ("HYDRA", "Intel(R) MPI", "MVAPICH")) else ""
 
 
 def placement_mistakes(places: list[RankInfo]) -> list[Mistake]:

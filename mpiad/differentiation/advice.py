@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from types import TracebackType
-from typing import Any
+from typing import NoReturn, TypeVar
 
 import autograd.numpy as anp
 from autograd.core import VJPNode, primitive_vjps
 from autograd.tracer import notrace_primitives
 
 from mpiad.differentiation.rules import VJP_RULES
+
+T = TypeVar("T")
 
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
@@ -87,12 +89,12 @@ def _advice_for(text: str) -> str | None:
     return f"Only the plain value has this attribute, without a derivative: mpiad.stop_gradient(x).{name}."
 
 
-def refuse_pickling(node: object, protocol: object) -> Any:
+def refuse_pickling(node: object, protocol: object) -> NoReturn:
     """Raise a TypeError, since a pickled value would lose its derivative; the `__reduce_ex__` of nodes."""
     raise TypeError(f"A traced value can't be pickled. {_NO_MPI4PY}")
 
 
-def itself(node: object, memo: object) -> Any:
+def itself(node: T, memo: object) -> T:
     """Return the node itself, so a copy of a traced value has the same derivative; the `__deepcopy__` of nodes."""
     return node
 

@@ -30,7 +30,7 @@ class TracedAttribute:
     def __init__(self, name: str, read: Function):
         self.name, self.read, self.inherited = name, read, ArrayBox.__dict__.get(name)
 
-    def __get__(self, box: Any, kind: type) -> Any:
+    def __get__(self, box: ArrayBox | None, kind: type) -> object:
         """Return the attribute of a box, or the inherited one."""
         if box is not None and isinstance(box._node, _NODES):
             return self.read(box)
@@ -39,8 +39,8 @@ class TracedAttribute:
         return self.inherited.__get__(box, kind)
 
 
-def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Any, Any], Any]:
-    def operator(x: Any, other: Any) -> Any:
+def _operator(function: Function, swapped: bool = False) -> Function:
+    def operator(x: ArrayBox, other: Array) -> Array:
         if not isinstance(x._node, _NODES):
             return NotImplemented
         return function(other, x) if swapped else function(x, other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from autograd.core import JVPNode, primitive_jvps, primitive_vjps
@@ -36,6 +36,7 @@ from mpiad.primitives.operation import Recorded, suspended
 from mpiad.pytrees import is_variable
 
 _box_types = Box.types
+Parents: TypeAlias = "Sequence[TangentNode]"  # the nodes of traced inputs
 
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
@@ -62,15 +63,15 @@ class TangentNode(JVPNode):
     constant = DetachedNode.constant
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
-    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
+    def __new__(
+        cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents
+    ) -> object:
         """Make a node; if the trace of the first input has ended, call the constructor of `DetachedNode`."""
         if parents[0].tape.record is None:
             return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
 
-    def __init__(
-        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
-    ):
+    def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
@@ -84,7 +85,7 @@ class TangentNode(JVPNode):
         self.tape = tape
 
     @classmethod
-    def on_tape(cls, tape: Any, tangent: Array) -> TangentNode:
+    def on_tape(cls, tape: LibraryTape, tangent: Array) -> TangentNode:
         """Make a node with a given tangent."""
         node = object.__new__(cls)
         node.tape, node.g = tape, tangent
@@ -106,8 +107,8 @@ class TangentTape(LibraryTape):
     """The tape of a forward-mode trace; it records nothing."""
 
     def communicated(
-        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
-    ) -> Any:
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Parents
+    ) -> TangentNode | None:
         """Communicate the tangent, as part of the enclosing trace; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
         # The enclosing trace records the communication of the tangent.
@@ -144,9 +145,7 @@ class BundleNode(TangentNode):
 
     __slots__ = ()
 
-    def __init__(
-        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
-    ):
+    def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Scalar, Shared, Tree
 from mpiad.device import to_host
 from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
@@ -31,7 +31,7 @@ X = TypeVar("X", bound=Any)  # without the bound, lambdas would get arguments wi
 
 @overload
 def value_and_grad(
-    fun: Callable[Concatenate[X, P], Any],
+    fun: Callable[Concatenate[X, P], Scalar],
     argnum: Literal[0] = 0,
     *,
     objective: str = "root",
@@ -41,14 +41,14 @@ def value_and_grad(
 ) -> Callable[Concatenate[X, P], tuple[float, X]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[P, Any],
+    fun: Callable[P, Scalar],
     argnum: Argnum,
     *,
     objective: str = "root",
     shared: Shared = False,
     root: Rank = 0,
     comm: Comm = None,
-) -> Callable[P, tuple[float, Any]]: ...
+) -> Callable[P, tuple[float, Tree]]: ...
 def value_and_grad(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., tuple[Tree, Tree]]:
@@ -105,7 +105,7 @@ def value_and_grad(
 
 @overload
 def grad(
-    fun: Callable[Concatenate[X, P], Any],
+    fun: Callable[Concatenate[X, P], Scalar],
     argnum: Literal[0] = 0,
     *,
     objective: str = "root",
@@ -115,17 +115,17 @@ def grad(
 ) -> Callable[Concatenate[X, P], X]: ...
 @overload
 def grad(
-    fun: Callable[P, Any],
+    fun: Callable[P, Scalar],
     argnum: Argnum,
     *,
     objective: str = "root",
     shared: Shared = False,
     root: Rank = 0,
     comm: Comm = None,
-) -> Callable[P, Any]: ...
+) -> Callable[P, Tree]: ...
 def grad(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """Make the function that evaluates the gradient of the objective with respect to each rank's own argument.
 
     Parameters
@@ -186,7 +186,7 @@ def seeds_of_term(traced: Traced, weight: Array) -> list[tuple[int, Array]]:
 
 def cotangents_of_variables(
     traced: Traced, seeds: list[tuple[int, Array]], variables: Variables, keep: bool = False
-) -> list[Any]:
+) -> list[Array]:
     """Run the record backwards; return cotangents with the variables' shapes and dtypes; `keep`: don't free the record."""
     cotangents = run_backward(traced.recording, seeds, len(variables.places), keep)
     return [_writable(g, variables.leaves[place]) for g, place in zip(cotangents, variables.places)]

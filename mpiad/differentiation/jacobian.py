@@ -32,7 +32,7 @@ from mpiad.transport.exits.recovery import recoverable
 
 def jacobian(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """Make the function that evaluates the Jacobian of an array-valued objective with respect to each rank's argument.
 
     Parameters

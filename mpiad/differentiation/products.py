@@ -116,7 +116,7 @@ def linearization_of(traced: Traced, variables: Variables) -> Linearization:
     return Linearization(traced.build(traced.values), _pull_of(traced, variables))
 
 
-def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: str) -> list[Any]:
+def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: str) -> list[Array]:
     """Return the cotangents of a record's variables, and keep it; `g`: the cotangents of its results."""
     # With `batch`, arrays in `g` have a first axis for several directions; a ValueError is raised if lengths differ.
     if not batch:
@@ -133,7 +133,7 @@ def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: 
     return several_cotangents_of_variables(record[0], lanes, record[1])
 
 
-def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
+def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Array]:
     leaves = flatten(tree)[0]
     if len(leaves) != count:
         raise TypeError(f"{name} must have {count} leaves, like the {of}, but has {len(leaves)}.")
@@ -222,7 +222,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
 
 def hvp(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """Make the function that evaluates the product of the Hessian of the objective with a direction.
 
     The function computes a tangent of the gradient (forward over reverse), at about twice the cost of the gradient.

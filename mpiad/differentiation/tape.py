@@ -19,9 +19,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from autograd.core import VJPNode, primitive_vjps
+from autograd.core import JVPNode, VJPNode, primitive_vjps
 from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
 from mpiad._typing import Array, Function
@@ -39,6 +39,9 @@ from mpiad.transport.core.tracing import restore_state, tracing
 from mpiad.transport.watch import watch_settings
 
 _box_types = Box.types
+N = TypeVar("N", bound=VJPNode | JVPNode)
+T = TypeVar("T", bound="LibraryTape")
+Parents: TypeAlias = "Sequence[OrderedNode]"  # the nodes of traced inputs
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
@@ -55,9 +58,7 @@ class OrderedNode(VJPNode):
     constant: Any
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
-    def __init__(
-        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
-    ):
+    def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
         if kwargs or len(args) > 2 or is_unusual(value, args):
             args = noted(self, value, fun, args, kwargs, parent_argnums, parents)
@@ -87,7 +88,7 @@ class OrderedNode(VJPNode):
 
     @classmethod
     def on_tape(
-        cls, tape: Any, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
+        cls, tape: LibraryTape, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
     ) -> OrderedNode:
         """Make a node, by default the node of a variable, and append it to the tape."""
         node = cls.__new__(cls)
@@ -99,7 +100,7 @@ class OrderedNode(VJPNode):
         return node
 
 
-def all_on(tape: object, parents: Sequence[Any]) -> bool:
+def all_on(tape: object, parents: Parents) -> bool:
     """Return whether all nodes are on this tape."""
     for parent in parents:
         if parent.tape is not tape:
@@ -107,7 +108,7 @@ def all_on(tape: object, parents: Sequence[Any]) -> bool:
     return True
 
 
-def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def still_traced(argnums: Sequence[int], parents: Sequence[N]) -> tuple[tuple[int, ...], tuple[N, ...]]:
     """Return argument numbers and nodes of those inputs whose traces haven't ended."""
     active = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
     return tuple([argnums[k] for k in active]), tuple([parents[k] for k in active])
@@ -126,7 +127,9 @@ class DetachedNode(OrderedNode):
 
     __slots__ = ()
 
-    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
+    def __new__(
+        cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents
+    ) -> OrderedNode:
         """Make a node of the type of the first input that is still traced, and a node of a constant if no input is."""
         active, traced = still_traced(parent_argnums, parents)
         if traced:
@@ -180,7 +183,7 @@ class LibraryTape(Tape):
         self.channels: set[Used] = set()
         self.reads = Reads() if watch_settings.debug() else None
 
-    def __enter__(self) -> Any:
+    def __enter__(self: T) -> T:
         self.outer: Tape | None = tracing.tape
         if self.outer is not None and self.outer.unfolds:
             self.unfolds = True
@@ -245,8 +248,8 @@ class OrderedTape(LibraryTape):
                 node.__class__ = DetachedNode
 
     def communicated(
-        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
-    ) -> Any:
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Parents
+    ) -> OrderedNode | None:
         """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
         # The node keeps only the result's spec, for cotangents of zeros, so that the memory of the result can be freed.
@@ -310,7 +313,7 @@ class OrderedTape(LibraryTape):
         node = OrderedNode.on_tape(self)
         return new_box(x, self.number, node) if is_variable(x) else x
 
-    def value_and_place(self, x: Array) -> tuple[Any, int]:
+    def value_and_place(self, x: Array) -> tuple[Array, int]:
         """Return a result's value and the position of its node on this tape; -1 for a constant."""
         value, node = unboxed(x, self)
         return value, -1 if node is None else node.index
@@ -354,8 +357,8 @@ def _close_number(tape: LibraryTape) -> None:
 
 
 def trace_list(
-    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tape: OrderedTape | None = None
-) -> tuple[list[Any], list[int], Recording]:
+    fun: Callable[[list[Array]], Sequence[Array]], variables: Sequence[Array], tape: OrderedTape | None = None
+) -> tuple[list[Array], list[int], Recording]:
     """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
     tape, saved = tape or OrderedTape(), tracing.__dict__.copy()
     try:
@@ -370,7 +373,7 @@ def trace_list(
         raise
 
 
-def unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
+def unboxed(value: Array, tape: Tape) -> tuple[Array, Any]:
     """Return a result's value and its node on this tape; the node is None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:

@@ -36,7 +36,7 @@ class Variables(NamedTuple):
         leaves = [self.leaves[self.places[k]] for k in self.shared]
         return tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
-    def filled(self, values: Sequence[Array], otherwise: Callable[[Any], Any] | None = None) -> Tree:
+    def filled(self, values: Sequence[Array], otherwise: Callable[[Array], Array] | None = None) -> Tree:
         """Build the pytree with these values of the variables, and ``otherwise(leaf)`` for other leaves."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
@@ -103,7 +103,7 @@ def _with_dtype(leaf: Array) -> Array:
     return as_it_is(leaf)
 
 
-def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
+def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Tree]:
     """Return the arguments with those at `argnum` replaced by `chosen`."""
     new = list(args)
     if isinstance(argnum, (int, np.integer)):
@@ -121,7 +121,7 @@ def trace_backwards(
     discover()
     tape, builds = OrderedTape(of_cotangents, passes), list[Any]()
 
-    def called(boxes: list[Any]) -> list[Any]:
+    def called(boxes: list[Array]) -> list[Array]:
         leaves, build = flatten(fun(variables.filled(boxes)))
         builds.append(build)
         return leaves

@@ -800,18 +800,7 @@ class Domain(Decomposition):
         Returns
         -------
         mpiad.optimize.MinimizeResult
-            As in `minimize` with the same method: `x` and `jac` are this rank's blocks.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the block's shape.
-        WorkerError
-            On all ranks, if an evaluation raises on any rank.
-
-        Adjoint
-        -------
-        None: the result is a constant in every trace.
+            As in `minimize` with this method, also for exceptions and the adjoint: `x` and `jac` are this rank's blocks.
 
         Examples
         --------
@@ -821,10 +810,10 @@ class Domain(Decomposition):
         >>> print(np.allclose(result.x, x))
         True
         """
-        return higher_layers.minimize_field(
-            self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, constraints=constraints,
-            tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
-        )  # fmt: skip
+        function = {"jac": jac, "hessp": hessp, "objective": objective, "args": args}
+        solver = {"bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
+        output = {"callback": callback, "progress": progress}
+        return higher_layers.minimize_field(self, fun, x0, method, checkpoint, **function, **solver, **output)
 
     def normal(self, rng: Rng = None, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.

@@ -140,8 +140,8 @@ def _messages(
     outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
     # With `backwards`, received values are added to the cells, so they need a buffer.
     incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
-    group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-    messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
+    sent, received = ({r.peer: m.message for r, m in zip(routes, memory)} for memory in (outgoing, incoming))
+    messages = PreparedMessages(channel(comm, "exchange", collective=False), tag, sent, received)
     packed = [_Copy(part, cells, ZERO) for memory in outgoing for cells, part in memory.copies]
     unpacked = [_Copy(cells, part, ZERO, backwards) for memory in incoming for cells, part in memory.copies]
     return [*packed, messages, *unpacked]
@@ -282,38 +282,33 @@ def _prepared(values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXI
     return PreparedFill(parts)
 
 
-def _zero_widths(halo: Halo, *_: object) -> tuple[int, ...]:
-    return (0,) * len(halo.shape)
-
-
-def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return per axis the cells unaffected by active messages; ``layers(width)`` change at sides not set to a constant."""
-    if not any(stage.routes for stage in halo.stages(scheme)):
-        return None
-    constant = {(cells.axis, cells.end) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}
-    return [
-        (layers(width) * ((axis, 0) not in constant), n - layers(width) * ((axis, 1) not in constant))
-        for axis, (n, width) in enumerate(zip(halo.padded, halo.widths))
-    ]
-
-
 def _is_constant(halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> bool:
     """Return whether no entry of the halo depends on a block."""
     copies = any(cells.copied is not None for local in halo.local(sides, scheme) for cells in local)
     return not copies and not any(stage.routes for stage in halo.stages(scheme))
 
 
-fill_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
-    _prepared,
-    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), _is_constant,
-    changes_given=False,
-)  # fmt: skip
-# The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
-# layer and the h layers of the halo, these are 2 h + 1 layers.
-fold_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
-    functools.partial(_prepared, backwards=True),
-    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), _is_constant,
-    changes_given=True,
-)  # fmt: skip
+def _in_place(run: Callable[..., None], folds: bool) -> InPlace:
+    """Return the variant of filling or folding in a buffer of the shape with the halo."""
+
+    def still(halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> list[tuple[int, int]] | None:
+        if not any(stage.routes for stage in halo.stages(scheme)):
+            return None
+        fills = [cells for local in halo.local(sides, scheme) for cells in local]
+        constant = {(cells.axis, cells.end) for cells in fills if cells.copied is None}
+        # The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the
+        # outermost layer and the h layers of the halo, these are 2 h + 1 layers. Sides set to a constant don't change.
+        layers = [2 * width + 1 if folds else width for width in halo.widths]
+        return [
+            (h * ((axis, 0) not in constant), n - h * ((axis, 1) not in constant))
+            for axis, (n, h) in enumerate(zip(halo.padded, layers))
+        ]
+
+    shapes = (lambda halo, *_: halo.padded), (lambda halo, *_: halo.shape if folds else halo.padded)
+    block, padded = (lambda halo, *_: halo.widths), (lambda halo, *_: (0,) * len(halo.shape))  # their begins in the buffer
+    given, result = (padded, block) if folds else (block, padded)
+    prepared = functools.partial(_prepared, backwards=folds)
+    return InPlace(*shapes, given, result, run, prepared, still, _is_constant, changes_given=folds)
+
+
+fill_halo.in_place, fold_halo.in_place = _in_place(fill_in_place, False), _in_place(fold_in_place, True)

@@ -176,8 +176,8 @@ def laplace_approximation(
         return prior.domain.normal(np.random.SeedSequence(key, spawn_key=(n,)))
 
     pairs, least, _ = ritz_pairs(
-        product, m, k, prior.apply, prior.solve, tol, ncv, direction, batch, prior.domain.comm, floor=1.0,
-    )  # fmt: skip
+        product, m, k, prior.apply, prior.solve, tol, ncv, direction, batch, prior.domain.comm, floor=1.0
+    )
     largest = np.max(pairs.values, initial=least)
     if not np.all(pairs.residuals <= tol):
         warnings.warn(f"laplace_approximation: {shortcoming(pairs, tol)}", RuntimeWarning, stacklevel=2)

@@ -61,8 +61,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[float, Tree]]:
     """Make the function that evaluates the mean loss over all samples and its gradient with respect to the parameters.
 
-    The gradients of all ranks are summed in a few messages, which start while the reverse pass is still running. A rank
-    without samples contributes zeros.
+    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and the
+    sums are divided by the total number. The result depends on the division among the ranks only through rounding. The
+    gradients of all ranks are summed in a few messages, which start while the reverse pass is still running.
 
     Parameters
     ----------
@@ -99,11 +100,6 @@ def value_and_grad(
     Adjoint
     -------
     None: for derivatives of the gradient, use `mpiad.value_and_grad` with ``shared=True``.
-
-    Notes
-    -----
-    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and the
-    sums are divided by the total number. The result depends on the division among the ranks only through rounding.
 
     Examples
     --------

@@ -113,13 +113,13 @@ def _uneven(x: Array, counts: Sequence[int], axis: int, channel: Channel, receiv
         if received is not None:
             raise
         # Raised on all ranks by `lengths_of_all`, which exchanges the counts.
-        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * channel.size, found
+        spec, index, sent, error = Spec((0,), np.dtype(float)), 0, [0] * channel.size, found
     if received is not None:
         arriving = counts_of(received, channel.size, _CALL, "received")
     else:
         like = spec._replace(arrays=None)
         arriving = checked_on_replay(collectives.lengths_of_all, channel, like, index, _CALL, error, sent)
-    return Blocks(channel, index, (sent, arriving), piece_of(spec, index, sum(arriving)))
+    return Blocks(channel, index or 0, (sent, arriving), piece_of(spec, index, sum(arriving)))  # None was refused
 
 
 def _forward(x: Array, p: Blocks) -> Array:

@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
     """The blocks along an axis that a rank sends to, and receives from, each rank; None for one entry for each rank."""
 
     channel: Channel
-    axis: int | None
+    axis: int
     counts: tuple[list[int], list[int]] | None  # sent and received
     spec: Spec  # of the received array
 

@@ -84,7 +84,7 @@ class CustomOperator(Recorded):
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Array:
         """Apply the operator, and record it on the current tape and the enclosing tapes."""
         next(communications)
         return apply(self, tracing.tape, args, kwargs)
@@ -92,7 +92,7 @@ class CustomOperator(Recorded):
     def __repr__(self) -> str:
         return f"<communicating operator {self.__name__}>"
 
-    def run(self, args: tuple, params: dict[str, object]) -> Any:
+    def run(self, args: tuple, params: dict[str, object]) -> Array:
         """Return the result for plain arrays, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.body(args, params) if recorder is None else recorder.operate(self, args, params)
@@ -109,7 +109,7 @@ class CustomOperator(Recorded):
         made = tuple(self.in_place.made(*args[1:]))
         return Spec(x.shape[: x.ndim - len(made)] + made, x.dtype)
 
-    def body(self, args: tuple, kwargs: dict) -> Any:
+    def body(self, args: tuple, kwargs: dict) -> Array:
         """Run the function on plain arrays, as one node."""
         # The function must not change its arguments, which adjoints and the caller may still use.
         args = tuple([_read_only(arg) for arg in args])

@@ -82,18 +82,18 @@ class Argument:
         return kind(*self.shape, dtype=self.dtype.str, order=self.order, overwritten=overwritten)
 
     @property
-    def c_type(self) -> Any:
+    def c_type(self) -> type:
         """The type of the argument in `ctypes`."""
         return np.ctypeslib.as_ctypes_type(self.dtype) if self.by_value else ctypes.c_void_p
 
-    def is_passed(self, x: Any) -> bool:
+    def is_passed(self, x: Array) -> bool:
         """Return whether an array is passed without a copy."""
         if type(x) is not np.ndarray or x.dtype != self.dtype:
             return False
         flags = x.flags
         return (flags.c_contiguous if self.order == "C" else flags.f_contiguous) and flags.aligned
 
-    def accepts(self, x: Any) -> bool:
+    def accepts(self, x: Array) -> bool:
         """Return whether an array has the dtype and the layout, or a number can be converted."""
         if type(x) is np.ndarray:
             return x.ndim == len(self.shape) and self.is_passed(x)
@@ -269,7 +269,7 @@ class LibraryFunction(CustomOperator):
     def __repr__(self) -> str:
         return f"<{self.__name__}({', '.join(self._names)}) of {self._library.path}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Array, **kwargs: Array) -> Array | tuple[Array, ...]:
         """Check the arguments, call the function, and record the call on the current tape and the enclosing tapes."""
         if kwargs:
             named = dict(zip(self._names, args)) | kwargs
@@ -282,7 +282,7 @@ class LibraryFunction(CustomOperator):
         result = self._recorded(args)
         return result if len(self._outputs) == 1 else self._parts(result, self._layout(args))
 
-    def _refuse(self, name: str, argument: Argument, x: Any) -> None:
+    def _refuse(self, name: str, argument: Argument, x: Array) -> None:
         got, advice = f"{type(x).__name__} {x!r:.40}", ""
         if hasattr(x, "shape") and hasattr(x, "dtype"):
             got = f"{x.dtype} of shape {x.shape}" + (f" with strides {x.strides}" if isinstance(x, np.ndarray) else "")
@@ -349,7 +349,7 @@ class LibraryFunction(CustomOperator):
         shape = parts[0].shape if len(parts) == 1 else (start,)
         return _Layout(sizes, values, parts, Spec(shape, self.arguments[parts[0].name].dtype), kept)
 
-    def run(self, args: tuple, params: dict[str, object]) -> Any:
+    def run(self, args: tuple, params: dict[str, object]) -> Array:
         """Return the result for plain arrays, or record the call in a compiled program."""
         recorder = tracing.recorder
         if recorder is None:
@@ -361,11 +361,11 @@ class LibraryFunction(CustomOperator):
         packed = anp.concatenate([anp.ravel(args[k]) for k, _, _ in packing.inputs])
         return anp.reshape(recorder.operate(self._packed, (packed, packing), {}), layout.result.shape)
 
-    def abstract(self, args: tuple, params: dict[str, object]) -> Any:
+    def abstract(self, args: tuple, params: dict[str, object]) -> Spec:
         """Return the `Spec` of the result."""
         return self._layout(args).result
 
-    def body(self, args: tuple, kwargs: dict) -> Any:
+    def body(self, args: tuple, kwargs: dict) -> Array:
         """Call the function with plain arrays, as one node."""
         layout = self._layout(args)
         values, parts, copies = layout.values.copy(), layout.parts, []
@@ -499,11 +499,11 @@ class LibraryFunction(CustomOperator):
         arguments = [*[names[k] for k in places], *derivatives]
         order = [arguments.index(name) for name in function._names]
 
-        def read(ans: Array, args: tuple, layout: _Layout) -> list[Any]:
+        def read(ans: Array, args: tuple, layout: _Layout) -> list[Array]:
             values = (*args, *self._parts(ans, layout), *[layout.sizes[name] for name in lengths])
             return [values[k] for k in places]
 
-        def call(values: Sequence[Any], directions: Sequence[Array]) -> tuple[Array, ...]:
+        def call(values: Sequence[Array], directions: Sequence[Array]) -> tuple[Array, ...]:
             values = (*values, *directions)
             inputs = tuple([values[k] for k in order])
             return function._parts(function._recorded(inputs), function._layout(inputs))

@@ -39,9 +39,8 @@ def mpi_neighbor_allgather(
     received : sequence of int, optional
         The length along `axis` of each neighbor's array; by default the length of `x`.
     comm : mpi4py Cartcomm, Distgraphcomm or Graphcomm
-        A communicator of `Create_cart`, `Create_dist_graph` or `Create_graph`. On a grid, the neighbors are those at
-        distance 1 along each axis, in the negative direction first, and may be missing at the sides. In a graph, they are
-        the sources and destinations of `comm.inoutedges`.
+        On a grid, the neighbors are those at distance 1 along each axis, in the negative direction first, and may be
+        missing at the sides. In a graph, they are the sources and destinations of `comm.inoutedges`.
 
     Returns
     -------

@@ -8,7 +8,5 @@ from mpiad.transport.core.lookup import channel, member, prepare, renew
 from mpiad.transport.core.messages import Envelope
 from mpiad.transport.devices.device_arrays import Spec
 
-__all__ = [
-    "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
-    "member", "prepare", "renew", "spec_of",
-]  # fmt: skip
+__all__ = ["ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec"]
+__all__ += ["channel", "member", "prepare", "renew", "spec_of"]

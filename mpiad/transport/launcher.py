@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 _log = logging.getLogger("mpiad")
+_ANSWER_SECONDS = 3
 
 
 class Launcher(NamedTuple):
@@ -54,6 +56,15 @@ def mpiexec_of_library(library: str) -> str:
     """Return the path of the mpiexec that was installed with a library, "" if there is none."""
     candidate = Path(library).parent.parent / "bin" / "mpiexec"
     return str(candidate) if library and candidate.exists() else ""
+
+
+def output_of(*command: str) -> str:
+    """Return what a program writes, "" if it can't be run or doesn't end soon."""
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
 
 
 def warn_of_separate_worlds(size: int) -> None:

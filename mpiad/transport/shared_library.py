@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+from ctypes import c_char_p, c_void_p
 from functools import cache
 from typing import Any
 
@@ -23,9 +24,7 @@ _CALL = "mpiad.extend.library"
 class _SymbolInfo(ctypes.Structure):
     """`Dl_info`, the result of `dladdr`."""
 
-    _fields_ = (
-        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p),
-    )  # fmt: skip
+    _fields_ = (("file", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("address", c_void_p))
 
 
 class CallInProgress:
@@ -92,7 +91,7 @@ def communicator_argument(comm: Comm, language: str, by_value: bool) -> Any:
     if language == "Fortran":
         handle: Any = ctypes.c_int(comm.py2f())
     else:
-        kind = ctypes.c_int if MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_int) else ctypes.c_void_p
+        kind = ctypes.c_int if MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_int) else c_void_p
         handle = kind.from_buffer_copy(kind.from_address(MPI._addressof(comm)))
     return handle if by_value else ctypes.pointer(handle)
 
@@ -109,7 +108,7 @@ def _report_exits() -> None:
             in_progress.text = None
             end_job(f"mpiad: rank {MPI.COMM_WORLD.rank}: {text}. The other ranks would wait for it, so the job ends.\n", 1)
 
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: end())
+    handler = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: end())
     if hasattr(libc, "gnu_get_libc_version") and not libc["__cxa_atexit"](handler, None, ctypes.byref(key)):
         atexit.register(lambda: (handler, libc["__cxa_finalize"](ctypes.byref(key))))
 
@@ -122,12 +121,12 @@ def _mpi_of_mpi4py() -> int | None:
 def _mpi_of(library: ctypes.CDLL) -> int | None:
     """Return the address of `MPI_Comm_rank` in a library or the libraries that it was linked to; None if there is none."""
     try:
-        return ctypes.cast(library.MPI_Comm_rank, ctypes.c_void_p).value
+        return ctypes.cast(library.MPI_Comm_rank, c_void_p).value
     except AttributeError:
         return None
 
 
 def _file_at(address: int) -> str:
     info = _SymbolInfo()
-    ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info))
+    ctypes.CDLL(None).dladdr(c_void_p(address), ctypes.byref(info))
     return (info.file or b"?").decode()

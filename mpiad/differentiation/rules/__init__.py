@@ -35,10 +35,8 @@ from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 
 __all__ = ["JVP_RULES", "VJP_RULES"]
 
-_FAMILIES = (
-    arithmetic, stacking, einsum, elementwise, extrema, indexing, interpolation, padding, powers, matrix_products,
-    reductions, where, moments, rearrangements, repetition, factorizations, transforms,
-)  # fmt: skip
+_FAMILIES = [arithmetic, stacking, einsum, elementwise, extrema, indexing, interpolation, padding, powers]
+_FAMILIES += [matrix_products, reductions, where, moments, rearrangements, repetition, factorizations, transforms]
 
 VJP_RULES: dict[Primitive, VjpMaker] = {}
 JVP_RULES: dict[Primitive, JvpMaker] = {}

@@ -275,7 +275,5 @@ JVPS = {
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }
-DEVICE_VJPS.update({
-    anp.reshape: partial(_reshape_vjp, ("x", "shape", "order")),
-    anp.ravel: partial(_reshape_vjp, ("x", "order")),
-})  # fmt: skip
+DEVICE_VJPS[anp.reshape] = partial(_reshape_vjp, ("x", "shape", "order"))
+DEVICE_VJPS[anp.ravel] = partial(_reshape_vjp, ("x", "order"))

@@ -54,7 +54,7 @@ class Diagnosis:
         Lines from which a rank computed other values in a second run with the same arguments.
     checked, unchecked : int
         The number of operations on all ranks that were checked, and of those that couldn't be: nothing depends on their
-        results, or differences aren't finite.
+        results, differences aren't finite, or it can't be executed accurately enough, such as an ill-conditioned solve.
 
     Examples
     --------

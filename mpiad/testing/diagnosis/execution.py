@@ -43,7 +43,7 @@ class Execution:
     def __init__(self, call: Call, ans: Array):
         self.call, self.ans = call._replace(args=map_leaves(_copied, call.args)), map_leaves(_copied, ans)
         self.varies = False  # whether the result has depended on the arguments
-        self.tolerance = 0.0  # of a solve
+        self.tolerance, self.is_accurate = 0.0, True  # of a solve
 
     def solve_accurately(self) -> None:
         """Solve again, if the operation is a linear or nonlinear solve, with a small tolerance of the residual.
@@ -58,7 +58,7 @@ class Execution:
         try:
             self.ans, self.call, self.tolerance = map_leaves(_copied, accurate.run(accurate.args)), accurate, rtol
         except ConvergenceError:  # on all ranks, for example since the system is ill-conditioned
-            self.tolerance = problem.settings.rtol
+            self.tolerance, self.is_accurate = problem.settings.rtol, False
 
     def interval(self, moving: Sequence[int], rng: np.random.Generator, is_uniform: bool) -> _Interval:
         """Return the interval for a random g, and a direction d that is zero except for the arguments in `moving`."""
@@ -94,7 +94,7 @@ class Execution:
         return np.concatenate([np.zeros(0), *[np.ravel(to_host(w) * to_host(leaf)) for w, leaf in pairs if is_variable(w)]])
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: Array) -> Array:
     return np.copy(leaf)[()] if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

@@ -46,7 +46,7 @@ class _KeyCounter:
 
     def __init__(self) -> None:
         self.counts: Counter[Key] = Counter()
-        self.ends: Counter[Key] = Counter()
+        self.ends: Counter[tuple[Any, ...]] = Counter()
         self._requests: dict[int, Key] = {}
 
     def keys_of(self, index: int, ans: object, call: Call) -> Keys:
@@ -75,12 +75,12 @@ class _KeyCounter:
             self._requests[id(ans)] = key
         return Keys(key, messages[0] if messages else key)
 
-    def _numbered(self, *name: Hashable) -> Key:
+    def _numbered(self, *name: Hashable) -> tuple[Hashable, ...]:
         self.counts[name] += 1
         return *name, self.counts[name]
 
 
-def _key_of_message(address: Envelope) -> Key:
+def _key_of_message(address: Envelope) -> tuple[Hashable, ...]:
     group = address.channel
     ends = (group.rank, address.peer) if address.outgoing else (address.peer, group.rank)
     return "message", group.members, group.number, *ends, address.tag, address.number, address.reverse
@@ -192,9 +192,10 @@ class Record:
     def match(self, group: Channel, call: str) -> None:
         """Raise if communications don't match; use one key for all calls of an operator if their number differs by rank."""
         counts: list[Counter[Key]] = group.data.allgather(self._counter.counts)
-        ends = sum(group.data.allgather(self._counter.ends), Counter[Key]())
+        ends = sum(group.data.allgather(self._counter.ends), Counter[tuple[Any, ...]]())
         lines = {key: str(step) for step in self.steps for key in step.keys}
-        single = [lines[key] for key in self._counter.ends if ends[key] % _participants(key)]
+        # A message has two ends, and a collective operation one on each rank.
+        single = [lines[key] for key in self._counter.ends if ends[key] % (2 if key[0] == "message" else len(key[1]))]
         everyones = [
             f"rank {rank}: {text}" for rank, texts in enumerate(group.data.allgather(single[:1])) for text in texts
         ]
@@ -252,11 +253,6 @@ class Record:
             places.append(len(self.weights))
             self.weights.append(weight)
         self.terms.append(Term(places[-1], side, reader.keys[side], size * self.steps[index].rounding))
-
-
-def _participants(key: Key) -> int:
-    """Return the number of calls that a communication with this key has on all ranks together."""
-    return 2 if key[0] == "message" else len(key[1])  # type: ignore[index, arg-type]
 
 
 class Products:

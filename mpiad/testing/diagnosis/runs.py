@@ -12,7 +12,7 @@ from autograd.tracer import notrace_primitives
 from mpiad._typing import Argnum, Array, Function, Tree
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import Primitive, inherited_vjp
-from mpiad.differentiation.tape import OrderedNode, OrderedTape, trace_list
+from mpiad.differentiation.tape import OrderedNode, OrderedTape, Parents, trace_list
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, unfinished
 from mpiad.primitives.operation import Recorded
 from mpiad.pytrees import flatten
@@ -73,9 +73,7 @@ class _WatchedNode(OrderedNode):
 
     __slots__ = ()
 
-    def __init__(
-        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
-    ):
+    def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
         super().__init__(value, fun, args, kwargs, parent_argnums, parents)
         tape.watch(self, value, Call(fun, args, kwargs, tape.traced(parent_argnums, parents)))
@@ -103,12 +101,12 @@ class _WatchedTape(OrderedTape):
             node.pull = None  # type: ignore[assignment]  # frees the values that the adjoint holds
         self.visit(node.index, value, call)
 
-    def traced(self, argnums: Sequence[int], parents: Sequence[Any]) -> list[int]:
+    def traced(self, argnums: Sequence[int], parents: Parents) -> list[int]:
         """Return the positions of the arguments that are values of this trace."""
         return [k for k, parent in zip(argnums, parents) if parent.tape is self]
 
     def communicated(
-        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Parents
     ) -> OrderedNode | None:
         """Record a communication."""
         node = super().communicated(operator, ans, args, params, argnums, parents)
@@ -131,9 +129,9 @@ class Program(NamedTuple):
 
     def run(self, x: Sequence[Array], visit: Visit, keeps_adjoints: bool = False) -> Traced:
         """Run the function on a tape, at a point x."""
-        tape, builds = _WatchedTape(visit, keeps_adjoints), list[Callable[[list[Any]], Tree]]()
+        tape, builds = _WatchedTape(visit, keeps_adjoints), list[Callable[[list[Array]], Tree]]()
 
-        def called(boxes: list[Any]) -> list[Any]:
+        def called(boxes: list[Array]) -> list[Array]:
             for node, value in zip(list(tape.record), x):
                 tape.watch(node, value, Call(argument))
             leaves, build = flatten(self.fun(*arguments_with(self.args, self.argnum, self.variables.filled(boxes))))

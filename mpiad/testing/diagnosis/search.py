@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from mpiad.transport import Channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.random_keys import generator_of
 
+T = TypeVar("T")
 _DIRECTIONS = 2
 
 
-def _alone(value: Any) -> list[Any]:
+def _alone(value: T) -> list[T]:
     return [value]
 
 
@@ -87,7 +88,6 @@ class Search:
         self.program, self.record, self.group, self.key = program, record, group, key
         self.gather: Callable[[Any], list[Any]] = group.data.allgather
         self.branches, self.unrepeatable = dict[str, None](), list[str]()  # each text begins with the rank
-        self.inseparable = 0  # the number of suspects that can't be executed alone
         self.steps: dict[Key, list[int]] = {}  # the steps of a balance on this rank
         for index, step in enumerate(record.steps):
             for balance in set(step.keys):
@@ -112,7 +112,7 @@ class Search:
             local, common = self._balances()
             self._examine(local, common)
         variables = range(len(self.program.x))
-        known = int(np.sum(local.where(lambda key: key not in variables).known())) - self.inseparable
+        known = int(np.sum(local.where(lambda key: key not in variables).known()))
         self.checked = sum(self.gather(known)) + int(np.sum(common.known()))
         count = sum(self.gather(sum(isinstance(key, int) and key not in variables for key in self.steps)))
         self.unchecked = count + len(common.keys) - self.checked
@@ -159,12 +159,14 @@ class Search:
         keys = [local.keys[place] for place in places] + [common.keys[place] for place in common_places]
         executions = self._executions({index for key in keys for index in self.steps.get(key, ())})
         is_repeatable = not any(self.gather(bool(self.unrepeatable)))
+        if not is_repeatable:  # if a rank doesn't reach an operation again, other ranks would wait for it
+            common.sides[common_places], common_places = np.nan, []
         every = [(local, place, 0, _alone) for place in places]
-        # If a rank doesn't reach an operation again, other ranks would wait for it.
-        every += [(common, place, self.group.rank, self.gather) for place in common_places if is_repeatable]
+        every += [(common, place, self.group.rank, self.gather) for place in common_places]
         for balances, place, rank, gather in every:
             indices = self.steps.get(balances.keys[place], [])
             execution = executions.get(indices[0]) if len(indices) == 1 else None
+            is_decisive = False
             if all(gather(not indices or execution is not None)):
                 traced = gather(() if execution is None else execution.call.argnums)
                 participants = [(member, k) for member, argnums in enumerate(traced) for k in argnums]
@@ -172,10 +174,14 @@ class Search:
                 # The solve of an ensemble is recorded after it has run: executed again, it returns the same result, and its
                 # derivative is that for the steps it has taken.
                 varies = any(gather(execution is not None and execution.varies))
-                if not varies and np.any(balances.sides[place, 0]):
-                    errors, self.inseparable = [], self.inseparable + (gather is _alone)
+                if varies or not np.any(balances.sides[place, 0]):
+                    is_decisive = all(gather(execution is None or execution.is_accurate))
+                else:
+                    errors = []
             else:
                 errors = [AdjointError(None, None, balances.error(place) if is_repeatable else 0.0)]
+            if not (is_decisive or any(each.error > 0.0 for each in errors)):
+                balances.sides[place] = np.nan  # unknown, so it isn't counted as checked
             for each in errors if indices else ():
                 if each.rank in (rank, None) and each.error > 0.0:
                     text = f"has an adjoint with a relative error of {each.error:.1e}"

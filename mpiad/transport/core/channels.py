@@ -228,7 +228,7 @@ class Channel:
         self._next_test = 2 * len(self.started) + 1
 
     def begin(
-        self, kind: str, buffers: object, call: Callable[..., Request], x: Iterable[Any], y: Iterable[Any], z: Iterable[Any]
+        self, kind: str, buffers: object, call: Callable[..., Request], x: Iterable, y: Iterable, z: Iterable
     ) -> list[Request]:
         """Start MPI operations, ``map(call, x, y, z)``; return the list of their requests, to be passed to `release`.
 

@@ -21,7 +21,7 @@ from mpiad._typing import Array, Comm, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
-from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
+from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, copied
 from mpiad.transport.devices.device_settings import exchanges
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import HostTransfer, Transfer, communicate, incoming_transfer, outgoing_transfer
@@ -157,15 +157,15 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     return communicate(channel.data.Alltoall, outgoing(x, call))
 
 
-def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], received: list[int], call: str) -> Array:
+def alltoallv(channel: Channel, x: Array, axis: int, sent: list[int], received: list[int], call: str) -> Array:
     """Send blocks of the lengths `sent` along `axis` to the ranks, and concatenate those received, of known lengths."""
-    array = _front(outgoing(x, call), axis)
+    array, own = outgoing(x, call), channel.rank
     if getattr(channel.data, "agreement", None) is not None:
-        expected = lengths_of_all(channel, Spec.of(array), 0, call, sent=sent)
+        expected = lengths_of_all(channel, Spec.of(array), axis, call, sent=sent)
         text = f"{call}: received must be the counts of the ranks for this rank, {expected}, but got {received}."
         raise_together(channel, None if received == expected else ValueError(text))
-    width, own = prod(array.shape[1:]), channel.rank
-    spec = Spec((sum(received), *array.shape[1:]), array.dtype, arrays_of(array))
+    lead, rest = array.shape[:axis], array.shape[axis + 1 :]
+    width, spec = prod((*lead, *rest)), Spec.of(array)._replace(shape=(*lead, sum(received), *rest))
 
     def exchange(x: Array, out: Array) -> None:
         counts, arriving = [n * width for n in sent], [n * width for n in received]
@@ -176,7 +176,7 @@ def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], rec
             counts[own] = arriving[own] = 0
         channel.data.Alltoallv([x, (counts, starts[:-1])], [out, (arriving, places[:-1])])
 
-    return _back(communicate(exchange, array, spec), axis)
+    return _unpacked(communicate(exchange, _packed(array, sent, axis), spec), received, axis)
 
 
 def lengths_of_all(
@@ -214,17 +214,11 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     if root is not None and channel.rank != root:
         channel.data.Gatherv(outgoing_transfer(array).buffer, None, root)
         return whole._replace(shape=(*lead, 0, *rest)).empty()
-    everyone = whole._replace(shape=(sum(counts),))
     if root is None:
-        flat = communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), array, everyone)
+        packed = communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), array, whole)
     else:
-        flat = communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), array, everyone)
-    if prod(lead) == 1:
-        return flat.reshape(whole.shape)
-    joined = whole.empty()
-    for part, entries in _parts(joined, lengths, len(lead), flat):
-        part[...] = entries.reshape(part.shape)
-    return joined
+        packed = communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), array, whole)
+    return _unpacked(packed, lengths, len(lead))
 
 
 def scatter(
@@ -233,35 +227,55 @@ def scatter(
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     received, sent = incoming_transfer(piece), None
     if channel.rank == root:
-        array, lead = outgoing(x, call), axis or 0
-        counts, flat = [length * (array.size // max(sum(lengths), 1)) for length in lengths], array
-        if prod(array.shape[:lead]) != 1:
-            flat = Spec((array.size,), array.dtype, arrays_of(array)).empty()
-            for part, entries in _parts(array, lengths, lead, flat):
-                entries[...] = part.reshape(-1)
-        sent = [outgoing_transfer(flat).buffer, counts]
+        array = outgoing(x, call)
+        counts = [length * (array.size // max(sum(lengths), 1)) for length in lengths]
+        sent = [outgoing_transfer(_packed(array, lengths, axis or 0)).buffer, counts]
     channel.data.Scatterv(sent, received.buffer, root)
     return received.received()
 
 
-def _parts(whole: Array, lengths: list[int], axis: int, flat: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield the part of each rank along an axis, and its entries in an array of the parts, one after the other."""
-    start = first = 0
+# MPI counts contiguous entries, so the parts of an array along its first axis are sent without a copy. For other axes the
+# entries of each part are packed, one part after the other, in an array of the same shape.
+
+
+def _packed(array: Array, lengths: list[int], axis: int) -> Array:
+    if not axis or prod(array.shape[:axis]) == 1:
+        return array
+    packed = Spec.of(array).empty()
+    for part, entries in _parts(array, packed, lengths, axis):
+        entries[...] = part
+    return packed
+
+
+def _unpacked(packed: Array, lengths: list[int], axis: int) -> Array:
+    if not axis or prod(packed.shape[:axis]) == 1:
+        return packed
+    array = Spec.of(packed).empty()
+    for part, entries in _parts(array, packed, lengths, axis):
+        part[...] = entries
+    return array
+
+
+def _parts(array: Array, packed: Array, lengths: list[int], axis: int) -> Iterator[tuple[Array, Array]]:
+    """Yield the part of each rank along an axis, and the same part of the packed array."""
+    flat, first, start = packed.reshape(-1), 0, 0
     for length in lengths:
-        part = whole[(*(slice(None),) * axis, slice(start, start + length))]
-        yield part, flat[first : first + part.size]
+        part = array[(*(slice(None),) * axis, slice(start, start + length))]
+        yield part, flat[first : first + part.size].reshape(part.shape)
         start, first = start + length, first + part.size
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
     """Sum the ranks' arrays, and return this rank's piece of the sum."""
-    array = _front(outgoing(x, call), axis)
-    rest = array.shape[1:]
-    block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
-    counts = [length * prod(rest) for length in lengths]
+    array = outgoing(x, call)
+    lead, rest = array.shape[: axis or 0], array.shape[(axis or 0) + 1 :]
+    shape = rest if axis is None else (*lead, lengths[channel.rank], *rest)
+    counts = [length * prod((*lead, *rest)) for length in lengths]
+    array = _packed(array, lengths, len(lead))
     if exchanges(array.nbytes):
-        return _back(_own_block(channel, array, counts).reshape(block.shape), axis)
-    return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block), axis)
+        return _own_block(channel, array, counts).reshape(shape)
+    block = Spec.of(array)._replace(shape=shape)
+    return communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block)
 
 
 def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:
@@ -280,15 +294,6 @@ def _own_block(channel: Channel, array: Array, counts: list[int], root: int | No
     own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))
     parts = communicate(lambda sent, out: channel.data.Alltoallv([sent, counts], [out, own]), array, spec)
     return np.sum(parts, axis=0, dtype=array.dtype)
-
-
-def _front(array: Array, axis: int | None) -> Array:
-    # MPI counts contiguous entries, so the divided axis must come first.
-    return array if not axis else contiguous(np.moveaxis(array, axis, 0))
-
-
-def _back(array: Array, axis: int | None) -> Array:
-    return array if not axis else contiguous(np.moveaxis(array, 0, axis))
 
 
 # Broadcasts that begin with a header, which contains the shape and dtype, and also the entries of a small array.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mpi4py import MPI
 
-from mpiad._typing import Rank
+from mpiad._typing import Comm, Rank
 from mpiad.compiling.cache import Kernel, Source, kernels_of
 from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.transport.core.channels import Channel
@@ -55,7 +55,7 @@ class LinkedCall(NamedTuple):
     counted: tuple[str, tuple[Rank, int]] | None = None
 
     @property
-    def comm(self) -> Any:
+    def comm(self) -> Comm:
         """The communicator."""
         return self.channel.reverse if self.is_reverse else self.channel.data
 
@@ -102,17 +102,17 @@ class LinkedRun:
         raise NotImplementedError
 
 
-def is_plain(comm: Any) -> bool:
+def is_plain(comm: Comm) -> bool:
     """Return whether a communicator is MPI's, and not one whose calls are watched."""
     return type(comm).__module__ == MPI.__name__
 
 
-def handle_of(comm: Any) -> int:
+def handle_of(comm: Comm) -> int:
     """Return MPI's handle of a communicator, also of one whose calls are watched."""
     return MPI._handleof(comm if is_plain(comm) else comm.bare)
 
 
-def _word(x: Any) -> int:
+def _word(x: Operand) -> int:
     if isinstance(x, Tag):
         return x.envelope.mpi_tag
     return x if isinstance(x, int) else MPI._handleof(x)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +18,8 @@ from mpiad.transport.core.channels import ABANDONED, Channel
 from mpiad.transport.core.linked_calls import LinkedCall, Operand, Tag
 from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.transfers import communicate, incoming_transfer, outgoing_transfer
+
+Slices: TypeAlias = Mapping[Rank, slice]  # the parts of an array for messages to or from ranks
 
 # MPI matches forward messages, which have the user's tags, in the order of their start. Messages of adjoints may be started
 # in another order on either side, since requests may be waited for in any order. Therefore their tags are computed from the
@@ -129,10 +131,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     try:
         receipt.requests[0].Wait(status)
     # After another exception, such as an interrupt, MPI may still write to the buffer, which therefore isn't released.
-    except DeadlockError:
-        envelope.channel.release(receipt.requests)
-        raise
-    except (MPI.Exception, MessageMismatchError) as error:
+    except (MPI.Exception, DeadlockError, MessageMismatchError) as error:
         envelope.channel.release(receipt.requests)
         _answered(envelope, status)
         if isinstance(error, MPI.Exception):
@@ -196,59 +195,51 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     return value
 
 
-def exchange(
-    channel: Channel, tag: int, array: Array, sent: Mapping[Rank, slice], spec: Spec, received: Mapping[Rank, slice],
-    call: str,
-) -> Array:  # fmt: skip
+def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec, received: Slices, call: str) -> Array:
     """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
 
     def swap(source: Buffer, target: Buffer) -> None:
-        parts = [target[part] for part in received.values()]
-        started = _start(channel, tag, sent, [source[part] for part in sent.values()], received, parts)
-        _finish(channel, tag, started, received, parts, call)
+        parts = {rank: target[part] for rank, part in received.items()}
+        messages = Messages(channel, tag, {rank: source[part] for rank, part in sent.items()}, parts)
+        messages.start()
+        messages.finish(call)
 
     # Both sides know the sizes of the messages, so device arrays are staged as a whole.
     return communicate(swap, array, spec)
 
 
-def _start(
-    channel: Channel,
-    tag: int,
-    peers: Iterable[Rank],
-    sent: Sequence[Buffer],
-    sources: Iterable[Rank],
-    received: Sequence[Buffer],
-) -> tuple[list[Request], list[Request]]:
-    """Start sends to `peers` and receives from `sources`; return their requests."""
-    for counts, ranks in ((channel.received, sources), (channel.sent, peers)):
-        for rank in ranks:
-            counts[rank, tag] = counts.get((rank, tag), 0) + 1
-    # Receives first, so that MPI needn't buffer messages.
-    receives = channel.begin("blocking receive", received, channel.data.Irecv, received, sources, repeat(tag))
-    return channel.begin("blocking send", sent, channel.data.Isend, sent, peers, repeat(tag)), receives
+class Messages:
+    """Messages to and from several ranks, in flight at once: from the contiguous arrays `sent` into `received`."""
 
+    def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, Buffer], received: Mapping[Rank, Array]):
+        self._channel, self._tag, self._received = channel, tag, received
+        self._buffers: tuple[Mapping[Rank, Buffer], Mapping[Rank, Buffer]] = sent, received
 
-def _finish(
-    channel: Channel,
-    tag: int,
-    started: tuple[list[Request], list[Request]],
-    sources: Iterable[Rank],
-    received: Sequence[Array],
-    call: str,
-) -> None:
-    """Wait for the messages of `_start`; raise a ValueError if one has another number of bytes than its array."""
-    (sends, receives), status = started, MPI.Status()
-    for request, peer, array in zip(receives, sources, received):
-        try:
-            request.Wait(status)
-        except MPI.Exception as error:
-            raise _receive_error(error, array, peer, tag, call) from None
-        if (got := status.Get_count(MPI.BYTE)) != array.nbytes:
-            raise _mismatch(array, f"{got} bytes", peer, tag, call)
-    for request in sends:
-        request.Wait()
-    channel.release(receives)
-    channel.release(sends)
+    def start(self) -> None:
+        """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
+        channel, tag, (sent, received) = self._channel, self._tag, self._buffers
+        for counts, ranks in ((channel.received, received), (channel.sent, sent)):
+            for rank in ranks:
+                counts[rank, tag] = counts.get((rank, tag), 0) + 1
+        # Receives first, so that MPI needn't buffer messages.
+        targets, sources = list(received.values()), list(sent.values())
+        self._receives = channel.begin("blocking receive", targets, channel.data.Irecv, targets, received, repeat(tag))
+        self._sends = channel.begin("blocking send", sources, channel.data.Isend, sources, sent, repeat(tag))
+
+    def finish(self, call: str) -> None:
+        """Wait for all messages; raise a ValueError if one has another number of bytes than its array."""
+        status = MPI.Status()
+        for request, (peer, array) in zip(self._receives, self._received.items()):
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                raise _receive_error(error, array, peer, self._tag, call) from None
+            if (got := status.Get_count(MPI.BYTE)) != array.nbytes:
+                raise _mismatch(array, f"{got} bytes", peer, self._tag, call)
+        for request in self._sends:
+            request.Wait()
+        self._channel.release(self._receives)
+        self._channel.release(self._sends)
 
 
 def _receive_error(error: MPI.Exception, like: Array | Spec, peer: Rank, tag: int, call: str) -> Exception:
@@ -388,41 +379,44 @@ def _fail(code: int, got: int) -> None:
     raise MPI.Exception(code)
 
 
-class PreparedMessages:
-    """Messages to and from several ranks, in flight at once: from the contiguous host arrays `sent` into `received`."""
+class PreparedMessages(Messages):
+    """Messages from and into fixed host arrays."""
 
-    def __init__(
-        self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
-    ):
-        self._channel, self._tag, self._peers, self._received = channel, tag, peers, received
-        self._messages = [*map(as_message, sent)], [*map(as_message, received)]
+    def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, np.ndarray], received: Mapping[Rank, np.ndarray]):
+        super().__init__(channel, tag, sent, received)
+        sent, received = ({rank: as_message(x) for rank, x in arrays.items()} for arrays in self._buffers)
+        self._buffers = sent, received
 
     def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]]:
         """Return the calls of MPI that `start` and `finish` the messages; see `finish` for the public `call`."""
-        n, channel, tag, (sent, received) = len(self._peers), self._channel, self._tag, self._messages
-        width = MPI._sizeof(MPI.Request)
-        requests, statuses = np.empty(2 * n * width, np.uint8), np.empty(n * MPI._sizeof(MPI.Status), np.uint8)
-        places = [address_of(requests) + k * width for k in range(2 * n)]  # receives first
+        channel, tag, (sent, received) = self._channel, self._tag, self._buffers
+        n, width, statuses = (
+            len(received),
+            MPI._sizeof(MPI.Request),
+            np.empty(len(sent) * MPI._sizeof(MPI.Status), np.uint8),
+        )
+        requests = np.empty((n + len(sent)) * width, np.uint8)
+        places = [address_of(requests) + k * width for k in range(n + len(sent))]  # receives first
 
         def fail(peer: Rank, array: Array | None, code: int, got: int) -> None:
-            ABANDONED.append((self._messages, requests, statuses))
+            ABANDONED.append((self._buffers, requests, statuses))
             try:
                 raise MPI.Exception(code) if array is None else _error_of(code, got, array, peer, tag, call)
             except Exception as error:
                 self.abandon(error)
                 raise
 
-        def start(name: str, counts: str, message: Buffer, peer: Rank, place: int) -> LinkedCall:
+        def start(name: str, counts: str, peer: Rank, message: Buffer, place: int) -> LinkedCall:
             arguments = address_of(message[0]), *message[1:], peer, tag, "comm", place
             return LinkedCall(name, arguments, channel, False, 0, partial(fail, peer, None), (counts, (peer, tag)))
 
-        started = [start("Irecv", "received", *x) for x in zip(received, self._peers, places)]
-        started += [start("Isend", "sent", *x) for x in zip(sent, self._peers, places[n:])]
+        started = [start("Irecv", "received", *x, place) for x, place in zip(received.items(), places)]
+        started += [start("Isend", "sent", *x, place) for x, place in zip(sent.items(), places[n:])]
         ended = [
             LinkedCall("Wait", (place, "status"), channel, False, x.nbytes, partial(fail, peer, x))
-            for place, x, peer in zip(places, self._received, self._peers)
+            for place, (peer, x) in zip(places, self._received.items())
         ]
-        sends = n, places[n], address_of(statuses)
+        sends = len(sent), address_of(requests) + n * width, address_of(statuses)
         return started, [*ended, LinkedCall("Waitall", sends, channel, False, 0, partial(fail, -1, None))]
 
     def abandon(self, error: BaseException) -> None:
@@ -430,12 +424,3 @@ class PreparedMessages:
         # A GeneratorExit means that the compiled program was discarded.
         name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
         self._channel.mark(f"{name} left a compiled program in which messages were under way.")
-
-    def start(self) -> None:
-        """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
-        sent, received = self._messages
-        self._started = _start(self._channel, self._tag, self._peers, sent, self._peers, received)
-
-    def finish(self, call: str) -> None:
-        """Wait for all messages; raise a ValueError if one has another number of bytes than its array."""
-        _finish(self._channel, self._tag, self._started, self._peers, self._received, call)

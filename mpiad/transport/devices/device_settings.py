@@ -12,7 +12,6 @@ import ctypes
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from math import inf
@@ -25,14 +24,17 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.environment_variables import switch
+from mpiad.transport.launcher import output_of
 
 _CUDA = Path("/proc/driver/nvidia/gpus")
-_ANSWER_SECONDS = 3
 
 
 def gpus_of_node() -> list[str]:
     """Return the names of this node's NVIDIA GPUs, including those hidden by the environment."""
-    return _of_the_driver() or _of_nvidia_smi()
+    if names := _of_the_driver():
+        return names
+    lines = output_of("nvidia-smi", "-L").splitlines()
+    return [line.partition(":")[2].partition("(")[0].strip() for line in lines if line.startswith("GPU ")]
 
 
 def _of_the_driver() -> list[str]:
@@ -42,20 +44,6 @@ def _of_the_driver() -> list[str]:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-
-
-def _of_nvidia_smi() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    try:
-        done = subprocess.run(
-            [program, "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [line.partition(":")[2].partition("(")[0].strip() for line in lines if line.startswith("GPU ")]
 
 
 def may_use_gpu() -> bool:

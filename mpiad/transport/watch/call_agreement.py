@@ -113,10 +113,10 @@ class DroppedResults:
         if site.drops_result and call.direction == "forward" and watch_settings.debug() and _receives(call):
             site.drops_result = False
             _log.warning(
-                "rank %d: the result of %s at %s is dropped, but it contains what this rank receives. Functions of mpiad "
-                "don't write into their arguments: assign the result, for example x = %s(...).",
-                MPI.COMM_WORLD.rank, call.called, site, call.called,
-            )  # fmt: skip
+                f"rank {MPI.COMM_WORLD.rank}: the result of {call.called} at {site} is dropped, but it contains what this "
+                "rank receives. Functions of mpiad don't write into their arguments: assign the result, for example "
+                f"x = {call.called}(...)."
+            )
 
     def ended(self, call: Call) -> None:
         """Do nothing."""

@@ -44,6 +44,10 @@ class _Wait:
         if (channel := self.comm.owner()) is not None:
             channel.mark(f"{reason.splitlines()[0].rstrip(':.')}.")
 
+    def report(self) -> dict[str, object]:
+        """Return the entries of a table of waits."""
+        return {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
+
 
 class CollectiveWait(_Wait):
     """A wait in collective `number` of those counted under `key`; ranks with a lower count are missing."""
@@ -61,10 +65,9 @@ class CollectiveWait(_Wait):
             for rank in self.comm.members
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries of a table of waits."""
-        report = {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
-        return report | {"key": self.key, "number": self.number, "members": self.comm.members}
+        return super().report() | {"key": self.key, "number": self.number, "members": self.comm.members}
 
 
 class MessageWait(_Wait):
@@ -87,14 +90,13 @@ class MessageWait(_Wait):
         members = self.comm.members
         return [rank for rank in members if rank != members[self.comm.rank]] if self.peer < 0 else [members[self.peer]]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries of a table of waits."""
         partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
-        report = {"call": self.name, "arguments": arguments, "place": self.place, "hint": self._hint()}
-        return report | {"peers": self._peers()}
+        return super().report() | {"arguments": arguments, "hint": self._hint(), "peers": self._peers()}
 
     def _hint(self) -> str:
         """Return a sentence about a message that has arrived instead of the expected one."""

@@ -24,12 +24,12 @@ from itertools import repeat
 from math import nan
 from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm, Rank, Request, Status
+from mpiad._typing import Buffer, Comm, Function, Rank, Request, Status
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.calls import site_of
 from mpiad.transport.core.channels import named
@@ -38,7 +38,9 @@ from mpiad.transport.watch import deadlock_proof as proof
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
 from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
-from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, waits_by_thread
+from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, restore_wait, waits_by_thread
+
+T = TypeVar("T")
 
 _PROC_NULL = MPI.PROC_NULL
 _CONSTRUCTORS = (
@@ -65,7 +67,7 @@ class _Parameter(NamedTuple):
     name: str
     default: Any
 
-    def of(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    def of(self, arguments: tuple, keywords: dict[str, object]) -> Any:
         """Return the argument of a call."""
         place, name, default = self
         return arguments[place] if place < len(arguments) else keywords.get(name, default)
@@ -74,7 +76,7 @@ class _Parameter(NamedTuple):
 class _Method:
     """A method of mpi4py's communicators; `ends`: its parameters for the partners and the tags of messages."""
 
-    def __init__(self, function: Callable[..., Any], name: str):
+    def __init__(self, function: Function, name: str):
         self.function, self.name, self.signature = function, name, inspect.signature(function)
         places = enumerate(list(self.signature.parameters.values())[1:])
         parameters = {each.name: _Parameter(place, each.name, each.default) for place, each in places}
@@ -84,7 +86,7 @@ class _Method:
             if peer in parameters
         ]
         self.probes, self.status_place = "probe" in name.lower(), getattr(parameters.get("status"), "place", 0)
-        self.is_persistent = name.endswith("_init")
+        self.is_persistent, self.constructs = name.endswith("_init"), name in _CONSTRUCTORS
         self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
 
@@ -95,7 +97,7 @@ class ProgramCall(Waiting):
     endless, error, any_suffices = True, None, False
     unknown: Stream | None = None  # in which a receive is counted whose message isn't known
 
-    def __init__(self, comm: Any, method: _Method, arguments: tuple, keywords: dict[str, Any]):
+    def __init__(self, comm: Comm, method: _Method, arguments: tuple, keywords: dict[str, object]):
         self.comm, self.method, self.arguments, self.keywords = comm, method, arguments, keywords
         self.began = perf_counter()
 
@@ -150,16 +152,13 @@ class ProgramCall(Waiting):
         if not self.method.ends:
             taking_part = comm.neighbors if "eighbor" in self.name else members
             return [Operation(COLLECTIVE, self.name, comm.key, taking_part, self.number)]
-        # If the call also receives, the send may have ended, since MPI has buffered the message.
-        return [
-            Operation(
-                kind, self.name, comm.key, members if peer == MPI.ANY_SOURCE else (members[peer],), self.number, tag,
-                kind is RECEIVE and is_open((peer, tag)),
-            )
-            for kind, peer, tag in self.ends()[-1:]
-        ]  # fmt: skip
+        if not (ends := self.ends()):
+            return []
+        kind, peer, tag = ends[-1]  # if the call also receives, the send may have ended, since MPI has buffered the message
+        peers = members if peer == MPI.ANY_SOURCE else (members[peer],)
+        return [Operation(kind, self.name, comm.key, peers, self.number, tag, kind is RECEIVE and is_open((peer, tag)))]
 
-    def by_name(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, Buffer]:
         """Return the arguments by parameter."""
         bound = self.method.signature.bind(self.comm, *self.arguments, **self.keywords)
         bound.apply_defaults()
@@ -177,19 +176,17 @@ class ProgramCall(Waiting):
         parts += list(filter(None, (_size(arguments.get(name)) for name in ("buf", "sendbuf", "recvbuf"))))[:1]
         return ", ".join([*parts, *([f"on {self.comm.label}"] if self.comm.label != "world" else [])])
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries of a table of waits; the waits of all threads, and whether these are all threads."""
         waits = {thread: wait.what for thread, wait in waits_by_thread.copy().items() if isinstance(wait.what, ProgramCall)}
         here = next((thread for thread, call in waits.items() if call is self), 0)
         texts = [call.described() if call is self else f"{call.name} {call.described()}" for call in self.calls]
         hints = [_hint(call) for call in self.calls]
         threads = {thread.ident: thread for thread in threading.enumerate() if not thread.name.startswith("mpiad-")}
-        return {
-            "call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), ""),
-            "place": site_of(sys._current_frames().get(here)).text,
-            "threads": [call.wait(threads[thread]) for thread, call in waits.items() if thread in threads],
-            "all_wait": threads.keys() <= waits.keys(),
-        }  # fmt: skip
+        thread_waits = [call.wait(threads[thread]) for thread, call in waits.items() if thread in threads]
+        text = {"call": self.name, "arguments": "; ".join(texts), "hint": next(filter(None, hints), "")}
+        text["place"] = site_of(sys._current_frames().get(here)).text
+        return {**text, "threads": thread_waits, "all_wait": threads.keys() <= waits.keys()}
 
     def give_up(self, reason: str) -> None:
         """Do nothing: the program's communicators aren't marked."""
@@ -213,7 +210,7 @@ class RequestWait(ProgramCall):
         self.name, self.calls, self.any_suffices, self.began = name, calls, any_suffices, perf_counter()  # type: ignore[misc]
 
 
-def _size(buffer: Any) -> str:
+def _size(buffer: Buffer) -> str:
     array = buffer[0] if isinstance(buffer, (list, tuple)) and buffer else buffer
     return f"shape {array.shape}, {array.dtype}" if isinstance(array, np.ndarray) else ""
 
@@ -250,17 +247,14 @@ def counts() -> dict[int, proof.Counts]:
     return {key: counter.counts(members) for key, (counter, members) in _counters.copy().items()}
 
 
-def _during(wait: ProgramCall, call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _during(wait: ProgramCall, call: Callable[..., T], *args: object, **keywords: object) -> T:
     thread = get_ident()
     before = waits_by_thread.get(thread)
     waits_by_thread[thread] = wait
     try:
         return call(*args, **keywords)
     finally:
-        if before is None:
-            waits_by_thread.pop(thread, None)
-        else:
-            waits_by_thread[thread] = before
+        restore_wait(thread, before)
 
 
 class _ProgramRequest:
@@ -273,7 +267,7 @@ class _ProgramRequest:
         self.Startall([self])
 
     @classmethod
-    def Startall(cls, requests: list[Any]) -> None:
+    def Startall(cls, requests: list[Request]) -> None:
         """Start persistent requests."""
         for request in requests:
             if call := getattr(request, "call", None):
@@ -289,7 +283,7 @@ class _ProgramRequest:
     cancel = Cancel
 
 
-def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Status = None) -> Any:
+def _wait_for(name: str, request: Request, function: Callable[..., T], status: Status = None) -> T:
     call = getattr(request, "call", None)
     if call is None or not request:
         return function(request, status)
@@ -301,20 +295,20 @@ def _wait_for(name: str, request: Any, function: Callable[..., Any], status: Sta
     return result
 
 
-def _waits(name: str) -> Any:
+def _waits(name: str) -> Function | staticmethod:
     """Return a method of watched requests that waits for one, all or some of them."""
     bare, one = getattr(_Request, name), getattr(_Request, name[:4])
 
-    def for_one(self: Request, status: Status = None) -> Any:
+    def for_one(self: Request, status: Status = None) -> object:
         return _wait_for(name, self, one, status)
 
-    def for_all(requests: Sequence[Request], statuses: list[Status] | None = None) -> Any:
+    def for_all(requests: Sequence[Request], statuses: list[Status] | None = None) -> object:
         if statuses is not None:
             statuses += [MPI.Status() for _ in requests[len(statuses) :]]
         results = [_wait_for(name, *each) for each in zip(requests, repeat(one), statuses or repeat(None))]
         return all(results) if name == "Waitall" else results
 
-    def for_some(requests: Sequence[Request], *args: Any, **keywords: Any) -> Any:
+    def for_some(requests: Sequence[Request], *args: object, **keywords: object) -> object:
         calls = [getattr(request, "call", None) for request in requests if request]
         # A call that also waits for other requests may end at any time, so it isn't described.
         if None in calls:
@@ -332,14 +326,11 @@ class _AnyRequest(type):
         return isinstance(instance, cls.__mro__[2])
 
 
-def _class_of_requests(bare: type) -> type:
-    methods = {
-        f"{wait}{which}": _waits(f"{wait}{which}") for wait in ("Wait", "wait") for which in ("", "all", "any", "some")
-    }
-    return _AnyRequest(bare.__name__, (_ProgramRequest, bare), methods | {"__module__": "mpi4py.MPI"})
-
-
-_REQUESTS = {bare: _class_of_requests(bare) for bare in (_Request, _Prequest)}
+_WAITS = {name: _waits(name) for name in "Wait Waitall Waitany Waitsome wait waitall waitany waitsome".split()}
+_MEMBERS = _WAITS | {"__module__": "mpi4py.MPI"}
+_REQUESTS: dict[type, type] = {
+    bare: _AnyRequest(bare.__name__, (_ProgramRequest, bare), _MEMBERS) for bare in (_Request, _Prequest)
+}
 
 
 def _watched_request(request: Request, call: ProgramCall) -> Request:
@@ -361,11 +352,11 @@ class _Communicator:
     receives_array: Callable[..., None]
     receives_object: Callable[..., Any]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple:
         return "COMM_WORLD" if self is MPI.COMM_WORLD else self.bare.__reduce__()
 
     def Sendrecv(
-        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
+        self, sendbuf: Buffer, dest: int, sendtag: int = 0, recvbuf: Buffer = None, source: int = MPI.ANY_SOURCE,
         recvtag: int = MPI.ANY_TAG, status: Status = None,
     ) -> None:  # fmt: skip
         """Send and receive, by separate calls, so that a report shows whether the message has been received."""
@@ -374,9 +365,9 @@ class _Communicator:
         send.Wait()
 
     def sendrecv(
-        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = MPI.ANY_SOURCE,
+        self, sendobj: object, dest: int, sendtag: int = 0, recvbuf: Buffer = None, source: int = MPI.ANY_SOURCE,
         recvtag: int = MPI.ANY_TAG, status: Status = None,
-    ) -> Any:  # fmt: skip
+    ) -> object:  # fmt: skip
         """Send and receive objects; see `Sendrecv`."""
         send = self.isend(sendobj, dest, sendtag)  # type: ignore[attr-defined]
         received = self.receives_object(recvbuf, source, recvtag, status)
@@ -401,11 +392,11 @@ def _compare(call: ProgramCall) -> None:
             raise_mismatch(every, agreement)
 
 
-def _watched_method(method: _Method) -> Callable[..., Any]:
+def _watched_method(method: _Method) -> Function:
     function, starts, is_persistent = method.function, method.starts, method.is_persistent
     is_collective, frees, place = not method.ends, method.name in ("Free", "Disconnect"), method.status_place
 
-    def watched_call(self: Any, *args: Any, **keywords: Any) -> Any:
+    def watched_call(self: Comm, *args: object, **keywords: object) -> object:
         call = ProgramCall(self, method, args, keywords)
         if is_persistent:
             return _watched_request(function(self, *args, **keywords), call)
@@ -419,7 +410,7 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
             result = _during(call, function, self, *args, **keywords)
             if frees:
                 _counters.pop(self.key, None)
-            return result
+            return watched(result) if method.constructs else result
         try:
             if starts:
                 return _watched_request(function(self, *args, **keywords), call)
@@ -440,10 +431,6 @@ def _watched_method(method: _Method) -> Callable[..., Any]:
     return wraps(function)(watched_call)
 
 
-def _constructs(method: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(method)(lambda self, *args, **keywords: watched(method(self, *args, **keywords)))
-
-
 @cache
 def _class_of(bare: type) -> type:
     found = {name: getattr(bare, name) for name in dir(bare) if name not in _DIFFERENT}
@@ -451,7 +438,6 @@ def _class_of(bare: type) -> type:
         name: _Method(function, name) for name, function in found.items() if inspect.isroutine(function) and name[0] != "_"
     }
     methods = {name: _watched_method(method) for name, method in every.items() if method.ends or name in _COLLECTIVES}
-    methods |= {name: _constructs(methods[name]) for name in _CONSTRUCTORS if name in methods}
     methods["receives_array"] = _watched_method(_Method(bare.Recv, "Sendrecv"))
     methods["receives_object"] = _watched_method(_Method(bare.recv, "sendrecv"))
     return type(bare.__name__, (_Communicator, bare), methods | {"__module__": "mpi4py.MPI", "bare_class": bare})

@@ -50,7 +50,7 @@ class Awaited(Protocol):
         """Return whether the wait needs ranks that left the program before that time."""
         ...
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the entries for this wait in a deadlock report."""
         ...
 
