@@ -159,10 +159,10 @@ class _Cotangents:
     """Cotangents of the arguments, accumulated in the reverse pass."""
 
     def __init__(self, args: Arguments, active: Sequence[int]):
-        self._leaves, self._active = args.all(), active
+        self._specs, self._active = list(map(spec_like, args.all())), active
         self._states, self._inputs = len(args.state), len(args.inputs)
         # Of the active inputs and parameters.
-        self._sums = {k: spec_like(self._leaves[k]).zeros() for k in active if k >= self._states}
+        self._sums = {k: self._specs[k].zeros() for k in active if k >= self._states}
 
     def add(self, span: Span, indices: list[int], cotangents: list[Array]) -> list[Array]:
         """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
@@ -175,8 +175,8 @@ class _Cotangents:
                     # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
                     self._sums[k][slice(*span)] = g
                 else:
-                    self._sums[k] += conform(g, *spec_like(self._leaves[k]))
-        return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
+                    self._sums[k] += conform(g, *self._specs[k])
+        return [spec.zeros() if g is None else g for g, spec in zip(before, self._specs)]
 
     def of_arguments(self, state: list[Array]) -> list[Array]:
         """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""

@@ -114,8 +114,9 @@ class UserStepping:
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
         self._contained: Any = None
-        # The programs that were compared since `begin_pass`, by the number of steps; see `mpiad.programs.repeated_calls`.
-        self._compared: dict[int, dict[Any, Any]] = {}
+        # The programs that were prepared since `begin_pass`, by the number of steps and the positions of the variables
+        # among the arguments; see `mpiad.programs.repeated_calls`.
+        self._prepared: dict[int, dict[Any, Any]] = {}
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -133,7 +134,7 @@ class UserStepping:
     def is_pure(self) -> bool:
         """Whether steps are known to leave their arguments unchanged and to return new arrays, as compiled functions do."""
         forms = [self._form] if self._observe is None else [self._form, self._observe_form]
-        return all(form is not None and form.jitted.operations for form in forms)
+        return all(form is not None and form.jitted.is_compiled for form in forms)
 
     @property
     def steps_per_program(self) -> int:
@@ -145,6 +146,8 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
+        if self._prepared.get(count) and self._python_observe is None:
+            return count
         if count == 1 or self._program(count).refused:
             return 1
         by_python = self._python_observe
@@ -159,7 +162,7 @@ class UserStepping:
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
-        self._compared = {}
+        self._prepared = {}
 
     def _program(self, count: int) -> Any:
         """Return the compiled function of some steps."""
@@ -192,8 +195,7 @@ class UserStepping:
         """
         (first, stop), observe = span, self._observe_form
         if stop > first + 1 or self._records_single_steps:
-            state, columns = self._run_programs(span, args)
-            return _checked(state, self._specs, self._names, stop - 1), columns
+            return self._run_programs(span, args)
         params = self._build_params(args.params)
         entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
@@ -224,54 +226,88 @@ class UserStepping:
         length = min(self.steps_per_program, steps)
         if self._count is None or steps % length or self._python_observe is not None:
             return None
-        start, places = self._places(args)
-        segment, inputs = self._program(length), _with_steps(span, args)
-        leaves = [span.first, *self._variables, *args.state, *inputs, *args.params]
-        indices = [*range(len(args.state)), *active]
-        variables = [start + k for k in indices]
-        made = segment.recorded(steps // length, length, *places, leaves, variables, self._compared.setdefault(length, {}))
-        if made is None:
+        indices, inputs = [*range(len(args.state)), *active], _with_steps(span, args)
+        program = self._repeated(length, args._replace(inputs=inputs), indices)
+        made = program and program.recorded(span.first, steps // length, args.state, inputs)
+        if program is None or made is None:
             return None
-        columns, self.build_observed = flatten(made.build([*made.state, *made.columns])[1])
-        return Recorded(indices, [*made.state, *columns], made.pull)
+        self._results(program.entry.build, made.values)
+        return Recorded(indices, made.values, made.pull)
+
+    def _repeated(self, length: int, args: Arguments, indices: Sequence[int] | None) -> Any:
+        """Return the program of `length` steps, prepared for calls in a row; None if that is impossible.
+
+        `indices`: those of the variables among the leaves, for calls with a reverse pass.
+        """
+        segment, known = self._program(length), self._prepared.setdefault(length, {})
+        start = 1 + len(self._variables)
+        variables = None if indices is None else tuple([start + k for k in indices])
+        made = known.get(variables)
+        if made is None:
+            made = segment.repeated(self._layout(length, args), self._leaves(0, args), variables)
+            if made is not None:
+                known[variables] = made
+        return made
+
+    def _results(self, build: Callable, values: list[Array]) -> tuple[list[Array], list[Array]]:
+        """Return the state and the observed values, given the leaves of the result of a program."""
+        count = len(self.args.state)
+        if self.build_observed is None and self._observe is not None:
+            self._observed(build(values)[1])
+        return values[:count], values[count:]
 
     @property
     def _python_observe(self) -> Function | None:
         """The observation, if it isn't compiled."""
         return self._observe if self._observe_form is None else None
 
-    def _places(self, args: Arguments) -> tuple[int, tuple[range, range]]:
-        """Return the positions of the leaves of `args`, and of the state and the inputs, among a program's arguments."""
+    def _layout(self, length: int, args: Arguments) -> Any:
+        """Return the positions of the leaves of `args` among a program's arguments."""
+        from mpiad.programs.repeated_calls import Layout  # see `compiled_form`
+
         start = 1 + len(self._variables)
         inputs = start + len(args.state)
-        return start, (range(start, inputs), range(inputs, inputs + len(args.inputs)))
+        return Layout(length, range(start, inputs), range(inputs, inputs + len(args.inputs)))
+
+    def _leaves(self, first: int, args: Arguments) -> list[Any]:
+        """Return the arguments of a program."""
+        return [first, *self._variables, *args.all()]
 
     def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Run programs of several steps, and return the last state and the observed values."""
-        first, stop = span
-        length, state, blocks = min(self.steps_per_program, stop - first), args.state, list[list[Array]]()
-        segment = self._program(length)
-        start, places = self._places(args)
-        by_python, inputs, compared = self._python_observe, _with_steps(span, args), self._compared.setdefault(length, {})
+        (first, stop), state, by_python = span, args.state, self._python_observe
+        length, blocks, inputs = min(self.steps_per_program, stop - first), list[list[Array]](), _with_steps(span, args)
         for k in range(first, stop, length):
-            entries = [leaf[k - first :] for leaf in inputs] if k > first else inputs
-            leaves = [k, *self._variables, *state, *entries, *args.params]
-            result = None
-            if by_python is None:
-                result = segment.repeated((stop - k) // length, length, *places, leaves, compared)
-            is_last = result is not None
-            if result is None:
-                result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
-            state, observed = result
+            rest = args._replace(state=state, inputs=[leaf[k - first :] for leaf in inputs] if k > first else inputs)
+            result = self._run_together(k, (stop - k) // length, length, rest) if by_python is None else None
+            if result is not None:
+                return result[0], joined([*blocks, result[1]])
+            rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
+            state, observed = self._program(length)(*self._leaves(k, rest))
             if by_python is not None:
                 params = self._build_params(args.params)
                 blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
-            elif self._observe is not None:
-                columns, self.build_observed = flatten(observed)
-                blocks.append(columns)
-            if is_last:
-                break
-        return state, joined(blocks)
+            else:
+                blocks.append(self._observed(observed))
+        return _checked(state, self._specs, self._names, stop - 1), joined(blocks)
+
+    def _run_together(
+        self, first: int, calls: int, length: int, args: Arguments
+    ) -> tuple[list[Array], list[Array]] | None:
+        """Return the last state and the observed values of repeated calls of a program; None if each must be made alone."""
+        if tracing.tape is None:
+            program = self._repeated(length, args, None)
+            values = program and program.called(first, calls, args.state, args.inputs)
+            return values and self._results(program.entry.build, values)
+        layout, known = self._layout(length, args), self._prepared.setdefault(length, {})
+        result = self._program(length).repeated_on_tape(layout, calls, self._leaves(first, args), known)
+        return result and (result[0], self._observed(result[1]))
+
+    def _observed(self, tree: Tree) -> list[Array]:
+        """Return the leaves of the observed values of some steps."""
+        leaves, build = flatten(tree)
+        self.build_observed = None if self._observe is None else build
+        return leaves
 
 
 def _with_steps(span: Span, args: Arguments) -> list[Array]:

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.programs import function
+from mpiad.programs.repeated_calls import RepeatedProgram
 from mpiad.pytrees import flatten
 from mpiad.timestepping import CheckpointSchedule, scan, stepping
 
@@ -51,16 +51,17 @@ def written_out(u, forces, speed, a):
 
 @pytest.fixture
 def repetitions(monkeypatch):
-    """The numbers of calls that were repeated together; programs have at most four steps."""
-    found, repeated = [], function.called_repeatedly
+    """The numbers of calls that were repeated together, and of their steps; programs have at most four steps."""
+    found = []
+    for name in ("called", "recorded"):
 
-    def noted(cache, repetition, leaves, compared):
-        made = repeated(cache, repetition, leaves, compared)
-        if made is not None:
-            found.append((repetition.calls, repetition.steps))
-        return made
+        def noted(program, first, calls, *rest, run=getattr(RepeatedProgram, name)):
+            made = run(program, first, calls, *rest)
+            if made is not None:
+                found.append((calls, program.steps))
+            return made
 
-    monkeypatch.setattr(function, "called_repeatedly", noted)
+        monkeypatch.setattr(RepeatedProgram, name, noted)
     monkeypatch.setattr(stepping, "_MAX_STEPS", 4)
     return found
 
