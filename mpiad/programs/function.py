@@ -241,6 +241,7 @@ class Jitted(Generic[P, R]):
         self._cache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
+        self._has_program = False  # see `is_compiled`
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
 
     def rename(self, name: str) -> None:
@@ -324,8 +325,8 @@ class Jitted(Generic[P, R]):
     @property
     def is_compiled(self) -> bool:
         """Whether there is a program, and no call is known that can't be compiled."""
-        known = not self.refused and any(entry is not None for entry in self._cache.entries.values())
-        return known or self.operations > 0
+        self._has_program = self._has_program or self.operations > 0
+        return self._has_program and not self.refused
 
     @property
     def operations(self) -> int:

@@ -366,7 +366,7 @@ class Snapshots:
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
                 "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or omit dtype."
             ) from error
-        leaves = [item._replace(device=device) for item, device in zip(leaves, devices)]
+        leaves = [item if device is None else item._replace(device=device) for item, device in zip(leaves, devices)]
         if on_disk:
             self._on_disk[number] = self._written(number, leaves)
         else:

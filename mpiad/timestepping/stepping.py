@@ -86,14 +86,6 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
         first = span.stop
 
 
-class Recorded(NamedTuple):
-    """Steps whose reverse pass can run."""
-
-    indices: list[int]  # those of the variables among the leaves of `Arguments`
-    values: list[Array]  # the state after the steps, followed by the observed values, with an axis for steps
-    pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of the values
-
-
 class UserStepping:
     """The user's step and observation: ``advance(state, number, *input, *params)``, ``observe(state, number, *params)``."""
 
@@ -114,9 +106,11 @@ class UserStepping:
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
         self._contained: Any = None
-        # The programs that were prepared since `begin_pass`, by the number of steps and the positions of the variables
-        # among the arguments; see `mpiad.programs.repeated_calls`.
-        self._prepared: dict[int, dict[Any, Any]] = {}
+        # The programs that were prepared since `begin_pass`, by the number of steps and the indices of the variables, and
+        # those on the tape, by the number of steps; see `mpiad.programs.repeated_calls`. They stay valid in this pass.
+        self._prepared: dict[tuple[int, tuple[int, ...] | None], Any] = {}
+        self._on_tape: dict[int, dict[Any, Any]] = {}
+        self._is_prepared = False  # whether one of them has `steps_per_program` steps
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -146,7 +140,7 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
-        if self._prepared.get(count) and self._python_observe is None:
+        if self._is_prepared:
             return count
         if count == 1 or self._program(count).refused:
             return 1
@@ -162,7 +156,7 @@ class UserStepping:
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
-        self._prepared = {}
+        self._prepared, self._is_prepared = {}, False
 
     def _program(self, count: int) -> Any:
         """Return the compiled function of some steps."""
@@ -193,10 +187,10 @@ class UserStepping:
 
         The observed values have an additional first axis, with one entry per step.
         """
-        (first, stop), observe = span, self._observe_form
+        first, stop = span
         if stop > first + 1 or self._records_single_steps:
-            return self._run_programs(span, args)
-        params = self._build_params(args.params)
+            return self._called(span, args) or self._run_programs(span, args)
+        observe, params = self._observe_form, self._build_params(args.params)
         entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
         tree = advance(self.build_state(args.state), first, *entry, *params)
@@ -217,44 +211,32 @@ class UserStepping:
             leaves.append(parts)
         return [stack(column) for column in zip(*leaves)]
 
-    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
-        """Run steps by programs whose reverse passes can run, and without a tape; None if that is impossible.
+    def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> Any:
+        """Run steps by a prepared program, without a tape; None if that is impossible.
 
-        `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
+        `indices`: those of the variables among ``args.all()``, first of all the state. Return a
+        `mpiad.programs.repeated_calls.Recording`.
         """
+        inputs = _with_steps(span, args)
+        program = self._repeated(span, args, indices)
+        return program and program.recorded(span.first, (span.stop - span.first) // program.steps, args.state, inputs)
+
+    def _repeated(self, span: Span, args: Arguments, indices: tuple[int, ...] | None) -> Any:
+        """Return a prepared program for some steps; None if that is impossible."""
         steps = span.stop - span.first
         length = min(self.steps_per_program, steps)
-        if self._count is None or steps % length or self._python_observe is not None:
-            return None
-        indices, inputs = [*range(len(args.state)), *active], _with_steps(span, args)
-        program = self._repeated(length, args._replace(inputs=inputs), indices)
-        made = program and program.recorded(span.first, steps // length, args.state, inputs)
-        if program is None or made is None:
-            return None
-        self._results(program.entry.build, made.values)
-        return Recorded(indices, made.values, made.pull)
-
-    def _repeated(self, length: int, args: Arguments, indices: Sequence[int] | None) -> Any:
-        """Return the program of `length` steps, prepared for calls in a row; None if that is impossible.
-
-        `indices`: those of the variables among the leaves, for calls with a reverse pass.
-        """
-        segment, known = self._program(length), self._prepared.setdefault(length, {})
-        start = 1 + len(self._variables)
-        variables = None if indices is None else tuple([start + k for k in indices])
-        made = known.get(variables)
-        if made is None:
-            made = segment.repeated(self._layout(length, args), self._leaves(0, args), variables)
-            if made is not None:
-                known[variables] = made
-        return made
-
-    def _results(self, build: Callable, values: list[Array]) -> tuple[list[Array], list[Array]]:
-        """Return the state and the observed values, given the leaves of the result of a program."""
-        count = len(self.args.state)
-        if self.build_observed is None and self._observe is not None:
-            self._observed(build(values)[1])
-        return values[:count], values[count:]
+        program = self._prepared.get((length, indices))
+        if program is not None or self._count is None or steps % length or self._python_observe is not None:
+            return program
+        segment, start, given = self._program(length), 1 + len(self._variables), args._replace(inputs=_with_steps(span, args))
+        variables = indices and [start + k for k in indices]
+        program = segment.repeated(self._layout(length, args), self._leaves(span.first, given), variables)
+        if program is not None:
+            if self._observe is not None and self.build_observed is None:
+                self._observed(program.entry.build(program.entry.inside)[1])
+            self._prepared[length, indices] = program
+            self._is_prepared |= length == self._count
+        return program
 
     @property
     def _python_observe(self) -> Function | None:
@@ -278,8 +260,9 @@ class UserStepping:
         (first, stop), state, by_python = span, args.state, self._python_observe
         length, blocks, inputs = min(self.steps_per_program, stop - first), list[list[Array]](), _with_steps(span, args)
         for k in range(first, stop, length):
-            rest = args._replace(state=state, inputs=[leaf[k - first :] for leaf in inputs] if k > first else inputs)
-            result = self._run_together(k, (stop - k) // length, length, rest) if by_python is None else None
+            rest = args._replace(state=state, inputs=[leaf[k - first :] for leaf in inputs])
+            # The program is known after its first call.
+            result = self._called(Span(k, stop), rest) if k > first else None
             if result is not None:
                 return result[0], joined([*blocks, result[1]])
             rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
@@ -291,16 +274,19 @@ class UserStepping:
                 blocks.append(self._observed(observed))
         return _checked(state, self._specs, self._names, stop - 1), joined(blocks)
 
-    def _run_together(
-        self, first: int, calls: int, length: int, args: Arguments
-    ) -> tuple[list[Array], list[Array]] | None:
-        """Return the last state and the observed values of repeated calls of a program; None if each must be made alone."""
+    def _called(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]] | None:
+        """Run steps by repeated calls of a program that is known; None if that is impossible."""
+        steps, count = span.stop - span.first, len(args.state)
         if tracing.tape is None:
-            program = self._repeated(length, args, None)
-            values = program and program.called(first, calls, args.state, args.inputs)
-            return values and self._results(program.entry.build, values)
-        layout, known = self._layout(length, args), self._prepared.setdefault(length, {})
-        result = self._program(length).repeated_on_tape(layout, calls, self._leaves(first, args), known)
+            program = self._repeated(span, args, None)
+            values = program and program.called(span.first, steps // program.steps, args.state, args.inputs)
+            return values and (values[:count], values[count:])
+        length = min(self.steps_per_program, steps)
+        if self._python_observe is not None or steps % length:
+            return None
+        given, known = args._replace(inputs=_with_steps(span, args)), self._on_tape.setdefault(length, {})
+        program, layout, leaves = self._program(length), self._layout(length, given), self._leaves(span.first, given)
+        result = program.repeated_on_tape(layout, steps // length, leaves, known)
         return result and (result[0], self._observed(result[1]))
 
     def _observed(self, tree: Tree) -> list[Array]:
@@ -375,9 +361,8 @@ class TangentStepping(NamedTuple):
         """See `UserStepping`."""
         self.plain.begin_pass()
 
-    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
+    def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> None:
         """See `UserStepping`."""
-        return None
 
     @property
     def places(self) -> tuple[str, ...]:
