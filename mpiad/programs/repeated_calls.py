@@ -17,7 +17,7 @@ from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.programs.calls_on_tape import is_simple, require_plain
 from mpiad.programs.program_cache import Entry, ProgramCache, count
-from mpiad.programs.replay import Lease
+from mpiad.programs.replay import Replay, Replays
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -41,8 +41,9 @@ class RepeatedProgram:
     """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
 
     def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
-        self.entry, self.steps, self.replays, self._later = entry, layout.steps, entry.replays, entry.replays.read_later
+        self.entry, self.steps, self._replays = entry, layout.steps, entry.replays
         self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
+        self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
         # The number of arrays in the state; the place of its cotangents among those of the variables; and for each of the
         # other variables whether it is among the entries.
         self.states, self.place = len(layout.state), 0
@@ -51,82 +52,88 @@ class RepeatedProgram:
             self.place = variables.index(layout.state.start)
             self.is_entry = [k in layout.entries for k in variables if k not in layout.state]
 
-    def called(self, first: int, calls: int, state: Sequence[Array], entries: Sequence[Array]) -> list[Array] | None:
+    def called(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Array] | None:
         """Return the last state and the joined results; None if a program can't compute with these numbers."""
-        if not self._admits(first, calls, state, entries):
+        if self.entry.admits is not None and not self._admits(first, calls, state, entries):
             return None
         note_channels(self.entry.channels)
-        replay, rows = self.replays.take(), []
+        replay, rows = self._replays.take(), []
         for call in range(calls):
             count(self.entry.communications)
             values = replay.first(*self._arguments(first, call, calls, state, entries))
             state = values[: self.states]
-            rows.append(values[self.states :])
-        self.replays.give_back(replay)
-        return [*state, *_joined(rows)]
+            rows.append(values)
+        self._replays.give_back(replay)
+        return self._joined(rows)
 
-    def recorded(self, first: int, calls: int, state: Sequence[Array], entries: Sequence[Array]) -> Recording | None:
+    def recorded(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> Recording | None:
         """Run the first part of the program for each call; None if a program can't compute with these numbers."""
-        if not self._admits(first, calls, state, entries):
+        if self.entry.admits is not None and not self._admits(first, calls, state, entries):
             return None
         note_channels(self.entry.channels)
-        rows, leases, kept = [], list[Lease](), list[list[Any]]()
+        rows, recording = [], Recording(self, self._replays)
         for call in range(calls):
-            inputs = self._arguments(first, call, calls, state, entries)
-            leases.append(self.replays.lease())
+            inputs, replay = self._arguments(first, call, calls, state, entries), self._replays.take()
+            recording.replays.append(replay)
             count(self.entry.communications)
-            values = leases[-1].replay.first(*inputs)
-            kept.append([x if k in self._later else None for k, x in enumerate(inputs)])
+            values = replay.first(*inputs)
+            recording.kept.append([x if is_read else None for x, is_read in zip(inputs, self._is_read_later)])
             state = values[: self.states]
-            rows.append(values[self.states :])
-        return Recording(self, [*state, *_joined(rows)], leases, kept)
+            rows.append(values)
+        recording.values = self._joined(rows)
+        return recording
 
-    def _arguments(
-        self, first: int, call: int, calls: int, state: Sequence[Array], entries: Sequence[Array]
-    ) -> list[Any]:
+    def _arguments(self, first: int, call: int, calls: int, state: list[Array], entries: list[Array]) -> list[Any]:
         start = call * self.steps
-        if calls > 1:
-            entries = [leaf[start : start + self.steps] for leaf in entries]
-        return [first + start, *self._head, *state, *entries, *self._tail]
+        rows = [leaf[start : start + self.steps] for leaf in entries] if calls > 1 else entries
+        return [first + start, *self._head, *state, *rows, *self._tail]
 
-    def _admits(self, first: int, calls: int, state: Sequence[Array], entries: Sequence[Array]) -> bool:
-        admits = self.entry.admits
-        if admits is None:
-            return True
-        return all(admits(self._arguments(first, call, calls, state, entries)) for call in {0, calls - 1})
+    def _admits(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> bool:
+        admits: Any = self.entry.admits
+        return all([admits(self._arguments(first, call, calls, state, entries)) for call in {0, calls - 1}])
+
+    def _joined(self, rows: list[list[Array]]) -> list[Array]:
+        if len(rows) == 1 or len(rows[0]) == self.states:
+            return rows[-1]
+        return rows[-1][: self.states] + [np.concatenate(column) for column in list(zip(*rows))[self.states :]]
 
 
-class Recording(NamedTuple):
-    """Repeated calls whose reverse pass can run."""
+class Recording:
+    """Repeated calls whose reverse pass can run; the replays are in use as long as it exists."""
 
-    program: RepeatedProgram
-    values: list[Array]  # the state after the last call, and the further results, with one entry per step of all calls
-    leases: list[Lease]  # of the replays that have run
-    kept: list[list[Any]]  # the arguments that their second parts read
+    __slots__ = ("program", "owner", "values", "replays", "kept")
+
+    def __init__(self, program: RepeatedProgram, owner: Replays):
+        self.program, self.owner = program, owner
+        self.values: list[Array] = []  # the state after the last call, and the further results for the steps of all calls
+        self.replays: list[Replay] = []
+        self.kept: list[list[Any]] = []  # the arguments that the second parts of the replays read
+
+    def __del__(self) -> None:
+        for replay in self.replays:
+            self.owner.give_back(replay)
 
     def pull(self, gs: list[Array]) -> list[Array]:
         """Return the cotangents of the variables, given those of the values."""
-        program, calls, totals = self.program, len(self.leases), list[Any]()
+        program, calls, totals = self.program, len(self.replays), list[Any]()
         steps, start, end = program.steps, program.place, program.place + program.states
         state, columns = gs[: program.states], gs[program.states :]
         for call in reversed(range(calls)):
             count(program.entry.communications)
             block = slice(call * steps, (call + 1) * steps)
             rows = columns if calls == 1 else [g[block] for g in columns]
-            made = self.leases[call].replay.later[0](*self.kept[call], *state, *rows)
+            made = self.replays[call].later[0](*self.kept[call], *state, *rows)
+            if calls == 1:
+                return made
             state, others = made[start:end], made[:start] + made[end:]
-            if not totals and calls > 1:
+            if not totals:
                 pairs = zip(others, program.is_entry)
                 shapes = [(calls * steps, *g.shape[1:]) if is_entry else g.shape for g, is_entry in pairs]
                 totals = [np.zeros(shape, g.dtype) for shape, g in zip(shapes, others)]
             for total, g, is_entry in zip(totals, others, program.is_entry):
                 total[block if is_entry else ...] += g
-        totals = others if calls == 1 else [total[()] for total in totals]
+        totals = [total[()] for total in totals]
         return totals[:start] + state + totals[start:]
-
-
-def _joined(rows: list[list[Array]]) -> list[Array]:
-    return rows[0] if len(rows) == 1 else [np.concatenate(column) for column in zip(*rows)]
 
 
 def prepared(

@@ -156,31 +156,36 @@ class _Comparison:
 
 
 class _Cotangents:
-    """Cotangents of the arguments, accumulated in the reverse pass."""
+    """Cotangents of the arguments in one reverse pass; `results`: those of the last state and of the observed arrays."""
 
-    def __init__(self, args: Arguments, active: Sequence[int], indices: Sequence[int]):
+    def __init__(self, args: Arguments, active: Sequence[int], indices: Sequence[int], results: list[Array]):
         # `indices`: those of the variables of recorded steps among all leaves, the state first.
         self._specs, self._active = list(map(spec_like, args.all())), active
-        self._states, self._inputs = len(args.state), len(args.inputs)
-        self._others = indices[self._states :]
-        # Of the active inputs and parameters.
-        self._sums = {k: self._specs[k].zeros() for k in active if k >= self._states}
+        states = len(args.state)
+        self._state, self._observed = results[:states], results[states:]
+        self._others, self._inputs = indices[states:], states + len(args.inputs)
+        self._sums = {k: self._specs[k].zeros() for k in self._others}
 
-    def add(self, span: Span, cotangents: list[Array]) -> list[Array]:
-        """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
-        for k, g in zip(self._others, cotangents[self._states :]):
+    def of_results(self, span: Span) -> list[Array]:
+        """Return the cotangents of the results of some steps: of the state after them, and of the observed values."""
+        return [*self._state, *[x[span.first : span.stop] for x in self._observed]]
+
+    def add(self, span: Span, cotangents: list[Array]) -> None:
+        """Accumulate the cotangents of the variables of these steps."""
+        specs = self._specs
+        for k, g in zip(self._others, cotangents[len(self._state) :]):
             if g is None:
                 continue
-            if k < self._states + self._inputs:
+            if k < self._inputs:
                 # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
-                self._sums[k][slice(*span)] = g
+                self._sums[k][span.first : span.stop] = g
             else:
-                self._sums[k] += conform(g, *self._specs[k])
-        return [conformed(g, spec) for g, spec in zip(cotangents, self._specs[: self._states])]
+                self._sums[k] += conform(g, *specs[k])
+        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], specs)]
 
-    def of_arguments(self, state: list[Array]) -> list[Array]:
-        """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""
-        return [state[k] if k < self._states else self._sums[k] for k in self._active]
+    def of_arguments(self) -> list[Array]:
+        """Return the cotangents of the active arguments, in their order."""
+        return [self._state[k] if k < len(self._state) else self._sums[k] for k in self._active]
 
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
@@ -251,17 +256,16 @@ class Loop:
         """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         self.stepping.begin_pass()
-        parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
-        states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
         # Unless the states are kept, this reverse pass releases them, and a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = run.shared(self) if self._keeps else None
-        cotangents = [_Cotangents(args, self.active, self._indices) for _ in parts]
+        results = self._results
+        lanes = [_Cotangents(args, self.active, self._indices, results.parts(row)) for row in (g if together else [g])]
         for span, pull in run.reversed(self, args, "together" if together else "several"):
-            entries = [[x[slice(*span)] for x in arrays] for arrays in observed]
-            found = pull([[*state, *columns] for state, columns in zip(states, entries)])
-            states = [each.add(span, gs) for each, gs in zip(cotangents, found)]
-        vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
+            found = pull([lane.of_results(span) for lane in lanes])
+            for lane, cotangents in zip(lanes, found):
+                lane.add(span, cotangents)
+        vectors = [self._cotangents.vector(lane.of_arguments()) for lane in lanes]
         return stack(vectors) if together else vectors[0]
 
     def run(self, span: Span, args: Arguments, state: list[Array], observed: list[Array] | None) -> list[Array]:
