@@ -41,7 +41,7 @@ class RepeatedProgram:
     """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
 
     def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
-        self.entry, self.steps, self._replays = entry, layout.steps, entry.replays
+        self.entry, self.steps = entry, layout.steps
         self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
         self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
         # The number of arrays in the state; the place of its cotangents among those of the variables; and for each of the
@@ -54,43 +54,45 @@ class RepeatedProgram:
 
     def called(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Array] | None:
         """Return the last state and the joined results; None if a program can't compute with these numbers."""
-        if self.entry.admits is not None and not self._admits(first, calls, state, entries):
+        inputs = self._first_arguments(first, calls, state, entries)
+        if inputs is None:
             return None
-        note_channels(self.entry.channels)
-        replay, rows = self._replays.take(), []
+        replay, rows = self.entry.replays.take(), []
         for call in range(calls):
+            inputs = self._arguments(first, call, rows[-1], entries) if call else inputs
             count(self.entry.communications)
-            values = replay.first(*self._arguments(first, call, calls, state, entries))
-            state = values[: self.states]
-            rows.append(values)
-        self._replays.give_back(replay)
+            rows.append(replay.first(*inputs))
+        self.entry.replays.give_back(replay)
         return self._joined(rows)
 
     def recorded(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> Recording | None:
         """Run the first part of the program for each call; None if a program can't compute with these numbers."""
-        if self.entry.admits is not None and not self._admits(first, calls, state, entries):
+        inputs = self._first_arguments(first, calls, state, entries)
+        if inputs is None:
             return None
-        note_channels(self.entry.channels)
-        rows, recording = [], Recording(self, self._replays)
+        rows, recording = [], Recording(self, self.entry.replays)
         for call in range(calls):
-            inputs, replay = self._arguments(first, call, calls, state, entries), self._replays.take()
+            inputs, replay = self._arguments(first, call, rows[-1], entries) if call else inputs, self.entry.replays.take()
             recording.replays.append(replay)
             count(self.entry.communications)
-            values = replay.first(*inputs)
+            rows.append(replay.first(*inputs))
             recording.kept.append([x if is_read else None for x, is_read in zip(inputs, self._is_read_later)])
-            state = values[: self.states]
-            rows.append(values)
         recording.values = self._joined(rows)
         return recording
 
-    def _arguments(self, first: int, call: int, calls: int, state: list[Array], entries: list[Array]) -> list[Any]:
-        start = call * self.steps
-        rows = [leaf[start : start + self.steps] for leaf in entries] if calls > 1 else entries
-        return [first + start, *self._head, *state, *rows, *self._tail]
+    def _first_arguments(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Any] | None:
+        """Return the arguments of the first call; None if the program can't compute with the first or the last number."""
+        inputs, admits = self._arguments(first, 0, state, entries), self.entry.admits
+        last = first + (calls - 1) * self.steps
+        if admits is not None and not (admits(inputs) and (calls == 1 or admits([last, *inputs[1:]]))):
+            return None
+        note_channels(self.entry.channels)
+        return inputs
 
-    def _admits(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> bool:
-        admits: Any = self.entry.admits
-        return all([admits(self._arguments(first, call, calls, state, entries)) for call in {0, calls - 1}])
+    def _arguments(self, first: int, call: int, state: list[Array], entries: list[Array]) -> list[Any]:
+        start = call * self.steps
+        rows = [leaf[start : start + self.steps] for leaf in entries] if entries else entries
+        return [first + start, *self._head, *state[: self.states], *rows, *self._tail]
 
     def _joined(self, rows: list[list[Array]]) -> list[Array]:
         if len(rows) == 1 or len(rows[0]) == self.states:

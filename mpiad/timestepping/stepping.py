@@ -10,7 +10,7 @@ called by Python, on the states that the program returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,6 +57,8 @@ class Arguments(NamedTuple):
 
     def at(self, span: Span, state: list[Array]) -> Arguments:
         """Return the arguments of the steps in a span: the state, these steps' entries of the inputs, and all params."""
+        if not self.inputs:
+            return Arguments(state, self.inputs, self.params)
         first, stop = span
         # The input of a single step has no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
@@ -72,8 +74,13 @@ def own(stepping: Stepping, state: Sequence[Array]) -> list[Array]:
     return list(state) if stepping.is_pure else list(map(copy_of, state))
 
 
-def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield the spans of steps that run together, in order."""
+def spans(stepping: Stepping, first: int, stop: int) -> Iterable[Span]:
+    """Return the spans of steps that run together, in order."""
+    length = stepping.prepared_steps
+    return (Span(first, stop),) if length and not (stop - first) % length else _spans(stepping, first, stop)
+
+
+def _spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
     tape: Any = tracing.tape
     is_kept = tape is not None and tape.passes in ("kept", "recorded")
     while first < stop:
@@ -110,7 +117,7 @@ class UserStepping:
         # those on the tape, by the number of steps; see `mpiad.programs.repeated_calls`. They stay valid in this pass.
         self._prepared: dict[tuple[int, tuple[int, ...] | None], Any] = {}
         self._on_tape: dict[int, dict[Any, Any]] = {}
-        self._is_prepared = False  # whether one of them has `steps_per_program` steps
+        self.prepared_steps = 0  # the number of steps of a program for several steps; 0 if none is prepared
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -140,7 +147,7 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
-        if self._is_prepared:
+        if self.prepared_steps:
             return count
         if count == 1 or self._program(count).refused:
             return 1
@@ -156,7 +163,7 @@ class UserStepping:
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
-        self._prepared, self._is_prepared = {}, False
+        self._prepared, self.prepared_steps = {}, 0
 
     def _program(self, count: int) -> Any:
         """Return the compiled function of some steps."""
@@ -228,14 +235,15 @@ class UserStepping:
         program = self._prepared.get((length, indices))
         if program is not None or self._count is None or steps % length or self._python_observe is not None:
             return program
-        segment, start, given = self._program(length), 1 + len(self._variables), args._replace(inputs=_with_steps(span, args))
+        segment, given = self._program(length), args._replace(inputs=_with_steps(span, args))
+        start = 1 + len(self._variables)
         variables = indices and [start + k for k in indices]
         program = segment.repeated(self._layout(length, args), self._leaves(span.first, given), variables)
         if program is not None:
             if self._observe is not None and self.build_observed is None:
                 self._observed(program.entry.build(program.entry.inside)[1])
             self._prepared[length, indices] = program
-            self._is_prepared |= length == self._count
+            self.prepared_steps = length if length == self._count > 1 else self.prepared_steps
         return program
 
     @property
@@ -351,6 +359,11 @@ class TangentStepping(NamedTuple):
     # `inputs`, `params`: indices of the leaves with tangents.
     inputs: list[int]
     params: list[int]
+
+    @property
+    def prepared_steps(self) -> int:
+        """See `UserStepping`; tangents are computed by other programs."""
+        return 0
 
     @property
     def steps_per_program(self) -> int:

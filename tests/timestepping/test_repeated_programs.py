@@ -53,9 +53,9 @@ def written_out(u, forces, speed, a):
 def repetitions(monkeypatch):
     """The numbers of calls that were repeated together, and of their steps; programs have at most four steps."""
     found = []
-    for name in ("called", "recorded"):
+    for name, run in [(name, getattr(RepeatedProgram, name)) for name in ("called", "recorded")]:
 
-        def noted(program, first, calls, *rest, run=getattr(RepeatedProgram, name)):
+        def noted(program, first, calls, *rest, run=run):
             made = run(program, first, calls, *rest)
             if made is not None:
                 found.append((calls, program.steps))
