@@ -42,7 +42,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
-from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, mark_left, raise_together
 from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
@@ -149,18 +149,44 @@ def _current_number(zero: np.ndarray, solve: Factorized, count: int, error: Exce
 
 @custom_operator
 def _with_factors(b: LocalArray, solve: Factorized, number: np.ndarray) -> LocalArray:
-    factors = next((kept for kept in solve._recent if kept.number == number), None)
-    if factors is None:  # on all ranks
-        text = (
-            f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
-            "factorized again for other params."
-        )
-        raise agreed(solve._recent[-1].options.group, RuntimeError(text))
-    return factors.solved(b, solve._transposed)
+    return _numbered(solve, number).solved(b, solve._transposed)
+
+
+def _numbered(solve: Factorized, number: np.ndarray) -> _Factors:
+    for factors in solve._recent:
+        if factors.number == number:
+            return factors
+    text = (  # on all ranks
+        f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
+        "factorized again for other params."
+    )
+    raise agreed(solve._recent[-1].options.group, RuntimeError(text))
+
+
+def _prepared(out: np.ndarray, b: np.ndarray, solve: Factorized, number: np.ndarray) -> Callable[[], None] | None:
+    """Return a function that solves from a fixed array into another; see `CustomOperator.prepared`."""
+    known: dict[_Factors, Any] = {}
+    if solve._recent[-1].prepared(out, b, solve._transposed) is None:
+        return None
+
+    def run() -> None:
+        factors = _numbered(solve, number)
+        if factors not in known:
+            for old in [old for old in known if old not in solve._recent]:
+                del known[old]
+            known[factors] = factors.prepared(out, b, solve._transposed)
+        try:
+            known[factors]()
+        except BaseException as error:
+            mark_left([(factors.options.group, False)], error, "a solve")
+            raise
+
+    return run
 
 
 # The results have the shape and dtype of the first argument.
 _current_number.preserves_spec = _with_factors.preserves_spec = _with_factors.batched_adjoint = True
+_with_factors.prepared = _prepared
 defvjp(_current_number)
 defjvp(_current_number)
 defvjp(_with_factors, lambda ans, b, solve, number: lambda g: _with_factors(g, solve.T, number))
@@ -241,6 +267,16 @@ class _Factors:
         if self.options.group.size == 1:
             return self._inverse.solve(rows, "T" if transposed else "N").reshape(r.shape)
         return (self._inverse.T if transposed else self._inverse)(rows).reshape(r.shape)
+
+    def prepared(self, out: np.ndarray, b: np.ndarray, transposed: bool) -> Callable[[], None] | None:
+        """Return a function that solves from a fixed array into another; None if that needs the method `solved`."""
+        if isinstance(self._inverse, AdditiveSchwarz) or b.dtype != np.float64 or self.matrix.values.dtype != np.float64:
+            return None
+        if b.shape != self.operator.shape or not b.flags.c_contiguous:
+            return None
+        if self.options.group.size == 1:
+            return self._inverse.prepared(b.reshape(1, -1), out.reshape(1, -1), "T" if transposed else "N")
+        return (self._inverse.T if transposed else self._inverse).prepared(b, out)
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
