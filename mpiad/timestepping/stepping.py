@@ -109,10 +109,12 @@ class UserStepping:
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
-        self._params, self._count, self._variables = params, None, []
+        self._params, self._count = params, None
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
         self._contained: Any = None
+        # The variables of the closures, which programs get as arguments, and the structure of all arguments.
+        self._variables, self._build_leaves, self._form_of_leaves = list[Array](), list, None
         # The programs that were prepared since `begin_pass`, by the number of steps and the indices of the variables, and
         # those on the tape, by the number of steps; see `mpiad.programs.repeated_calls`. They stay valid in this pass.
         self._prepared: dict[tuple[int, tuple[int, ...] | None], Any] = {}
@@ -134,8 +136,8 @@ class UserStepping:
     @property
     def is_pure(self) -> bool:
         """Whether steps are known to leave their arguments unchanged and to return new arrays, as compiled functions do."""
-        forms = [self._form] if self._observe is None else [self._form, self._observe_form]
-        return all(form is not None and form.jitted.is_compiled for form in forms)
+        form, observe = self._form, self._form if self._observe is None else self._observe_form
+        return form is not None and observe is not None and form.jitted.is_compiled and observe.jitted.is_compiled
 
     @property
     def steps_per_program(self) -> int:
@@ -167,20 +169,21 @@ class UserStepping:
 
     def _program(self, count: int) -> Any:
         """Return the compiled function of some steps."""
-        observe = self._observe_form
-        if self._contained is not observe:
-            self._programs, self._contained = {}, observe
-        if count not in self._programs:
+        step, observe = self._form, self._observe_form
+        if self._contained is not observe or not self._programs:
             from mpiad.programs.signature import form_of  # see `compiled_form`
 
-            step, has_inputs = self._form, self._has_inputs
-            observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             variables = step.variables, () if observe is None else observe.variables
             tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
-            build = flatten(tree)[1]
-            make = partial(_steps, step.jitted.fun, observed, has_inputs, count, build, self._specs, self._names)
-            program = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True, calls=count)
-            self._programs[count], self._variables = program, flatten(variables)[0]
+            self._programs, self._contained, self._variables = {}, observe, flatten(variables)[0]
+            self._build_leaves, self._form_of_leaves = flatten(tree)[1], form_of(tree)
+        if count not in self._programs:
+            observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
+            key = observed, self._has_inputs, count, self._form_of_leaves
+            make = partial(
+                _steps, step.jitted.fun, observed, self._has_inputs, count, self._build_leaves, self._specs, self._names
+            )
+            self._programs[count] = step.jitted.derived(key, make, True, calls=count)
         return self._programs[count]
 
     @property
