@@ -692,9 +692,9 @@ class GatheredFactors:
 
     def prepared(self, r: np.ndarray, out: np.ndarray) -> Callable[[], None] | None:
         """Return a function that solves for a fixed right-hand side of doubles; None if one rank solves for all."""
-        if self._solvers == 1 or r.size != self._lengths[self._channel.rank] or self._dtype != np.float64:
+        if self._solvers == 1:
             return None
-        rank, rows = self._channel.rank, np.ascontiguousarray(r).reshape(1, -1)
+        rank, rows = self._channel.rank, r.reshape(1, -1)
         whole = np.empty((1, sum(self._lengths)))
         solution, first = np.empty_like(whole), sum(self._lengths[:rank])
         gather = prepared_gather(self._channel, rows, whole, self._lengths).call

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import autograd.numpy as anp
 import numpy as np
@@ -165,15 +166,13 @@ def _numbered(solve: Factorized, number: np.ndarray) -> _Factors:
 
 def _prepared(out: np.ndarray, b: np.ndarray, solve: Factorized, number: np.ndarray) -> Callable[[], None] | None:
     """Return a function that solves from a fixed array into another; see `CustomOperator.prepared`."""
-    known: dict[_Factors, Any] = {}
+    known: WeakKeyDictionary[_Factors, Any] = WeakKeyDictionary()
     if solve._recent[-1].prepared(out, b, solve._transposed) is None:
         return None
 
     def run() -> None:
         factors = _numbered(solve, number)
         if factors not in known:
-            for old in [old for old in known if old not in solve._recent]:
-                del known[old]
             known[factors] = factors.prepared(out, b, solve._transposed)
         try:
             known[factors]()
@@ -270,9 +269,8 @@ class _Factors:
 
     def prepared(self, out: np.ndarray, b: np.ndarray, transposed: bool) -> Callable[[], None] | None:
         """Return a function that solves from a fixed array into another; None if that needs the method `solved`."""
-        if isinstance(self._inverse, AdditiveSchwarz) or b.dtype != np.float64 or self.matrix.values.dtype != np.float64:
-            return None
-        if b.shape != self.operator.shape or not b.flags.c_contiguous:
+        is_real = b.dtype == self.matrix.values.dtype == np.float64
+        if isinstance(self._inverse, AdditiveSchwarz) or not is_real or b.shape != self.operator.shape:
             return None
         if self.options.group.size == 1:
             return self._inverse.prepared(b.reshape(1, -1), out.reshape(1, -1), "T" if transposed else "N")

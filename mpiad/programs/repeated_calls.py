@@ -103,8 +103,6 @@ class RepeatedProgram:
 class Recording:
     """Repeated calls whose reverse pass can run; the replays are in use as long as it exists."""
 
-    __slots__ = ("program", "owner", "values", "replays", "kept")
-
     def __init__(self, program: RepeatedProgram, owner: Replays):
         self.program, self.owner = program, owner
         self.values: list[Array] = []  # the state after the last call, and the further results for the steps of all calls

@@ -611,12 +611,13 @@ class Replay:
         if len(step.results) != 1 or call.kwargs or any(buffers[b].nbytes > SMALL for b in (*step.inputs, *step.results)):
             return False
         args = [self._at_fixed_place(step.inputs[x.place]) if isinstance(x, Slot) else x for x in call.args]
-        out = np.empty(buffers[step.results[0]].shape, buffers[step.results[0]].dtype)
-        if call.fun.prepared(out, *args) is None:
-            return False
         self._bind(step.results[0])
-        self.names[f"f{at}"] = _call_at(self.nodes[step.node].site, "prepared")
-        self.names[f"q{at}"] = call.fun.prepared(self.names[f"b{step.results[0]}"], *args)
+        args = [self.names[f"b{step.results[0]}"], *args]
+        is_dense = all(x.flags.c_contiguous for x in args if type(x) is np.ndarray)  # rows may be padded
+        run = call.fun.prepared(*args) if is_dense else None
+        if run is None:
+            return False
+        self.names |= {f"f{at}": _call_at(self.nodes[step.node].site, "prepared"), f"q{at}": run}
         self._lines.append(f"f{at}(q{at})")
         return True
 

@@ -178,7 +178,6 @@ class _Cotangents:
 
     def add(self, span: Span, cotangents: list[Array]) -> None:
         """Accumulate the cotangents of the variables of these steps."""
-        specs = self._specs
         for k, g in zip(self._others, cotangents[len(self._state) :]):
             if g is None:
                 continue
@@ -186,8 +185,8 @@ class _Cotangents:
                 # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
                 self._sums[k][span.first : span.stop] = g
             else:
-                self._sums[k] += conform(g, *specs[k])
-        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], specs)]
+                self._sums[k] += conform(g, *self._specs[k])
+        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], self._specs)]
 
     def of_arguments(self) -> list[Array]:
         """Return the cotangents of the active arguments, in their order."""
@@ -217,8 +216,7 @@ class Loop:
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
         # The variables of recorded steps: inputs and parameters that are constant outside of the loop need no cotangents.
-        states = len(args.state)
-        self._indices = (*range(states), *[k for k in self.active if k >= states])
+        self._indices = (*range(len(args.state)), *[k for k in self.active if k >= len(args.state)])
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None

@@ -57,8 +57,6 @@ class Arguments(NamedTuple):
 
     def at(self, span: Span, state: list[Array]) -> Arguments:
         """Return the arguments of the steps in a span: the state, these steps' entries of the inputs, and all params."""
-        if not self.inputs:
-            return Arguments(state, self.inputs, self.params)
         first, stop = span
         # The input of a single step has no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
@@ -362,11 +360,7 @@ class TangentStepping(NamedTuple):
     # `inputs`, `params`: indices of the leaves with tangents.
     inputs: list[int]
     params: list[int]
-
-    @property
-    def prepared_steps(self) -> int:
-        """See `UserStepping`; tangents are computed by other programs."""
-        return 0
+    prepared_steps = 0  # see `UserStepping`; other programs compute tangents
 
     @property
     def steps_per_program(self) -> int:
