@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import autograd.numpy as anp
 import numpy as np
@@ -22,7 +24,7 @@ class Concatenation:
         self.specs = list(specs)
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
         self._device = next((spec.arrays for spec in specs if spec.arrays is not None), None)
-        self._offsets = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
+        self._offsets = list(accumulate([math.prod(spec.shape) for spec in specs], initial=0))
 
     def vector(self, parts: Sequence[Array]) -> Array:
         """Return the vector of the given arrays, which may be traced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.messages import prepared_gather
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, zeros_like
 from mpiad.transport.exits.user_failures import DeferredFailures
@@ -653,7 +654,8 @@ class GatheredFactors:
     def __init__(self, matrix: DistributedMatrix, call: str = "DistributedMatrix.solve"):
         self._channel, self._lengths = channel(matrix.comm, call), np.diff(matrix.offsets[0]).tolist()
         self._solvers = self._channel.size if matrix.shape[0] <= _MOST_COPIED else 1  # these ranks have factors
-        self._factors, self._kind = None, "N"
+        self._factors: Any = None
+        self._kind = "N"
         comm, rows = self._channel.data, matrix.local_rows()
         whole = _joined(comm.allgather(rows) if self._solvers > 1 else comm.gather(rows))
         # Only ranks with factors detect a singular matrix. All raise, since the others would wait for them.
@@ -687,6 +689,24 @@ class GatheredFactors:
         whole = np.concatenate([part.reshape(shares[rank], n) for part, n in zip(parts, lengths)], axis=1)
         parts = np.split(self._inverse(whole), np.cumsum(lengths)[:-1], axis=1)
         return self._exchanged(np.concatenate([part.reshape(-1) for part in parts]), received, sent).reshape(r.shape)
+
+    def prepared(self, r: np.ndarray, out: np.ndarray) -> Callable[[], None] | None:
+        """Return a function that solves for a fixed right-hand side of doubles; None if one rank solves for all."""
+        if self._solvers == 1:
+            return None
+        rank, rows = self._channel.rank, r.reshape(1, -1)
+        whole = np.empty((1, sum(self._lengths)))
+        solution, first = np.empty_like(whole), sum(self._lengths[:rank])
+        gather = prepared_gather(self._channel, rows, whole, self._lengths).call
+        solve = self._factors.prepared(whole, solution, self._kind)
+        part, flat = solution[0, first : first + rows.size], out.reshape(-1)
+
+        def run() -> None:
+            gather()
+            solve()
+            flat[...] = part
+
+        return run
 
     def _inverse(self, whole: np.ndarray) -> np.ndarray:
         """Return the solutions for whole right-hand sides (k, n); k is zero on ranks without factors."""

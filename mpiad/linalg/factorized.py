@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import autograd.numpy as anp
 import numpy as np
@@ -42,7 +43,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
-from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, mark_left, raise_together
 from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
@@ -149,18 +150,42 @@ def _current_number(zero: np.ndarray, solve: Factorized, count: int, error: Exce
 
 @custom_operator
 def _with_factors(b: LocalArray, solve: Factorized, number: np.ndarray) -> LocalArray:
-    factors = next((kept for kept in solve._recent if kept.number == number), None)
-    if factors is None:  # on all ranks
-        text = (
-            f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
-            "factorized again for other params."
-        )
-        raise agreed(solve._recent[-1].options.group, RuntimeError(text))
-    return factors.solved(b, solve._transposed)
+    return _numbered(solve, number).solved(b, solve._transposed)
+
+
+def _numbered(solve: Factorized, number: np.ndarray) -> _Factors:
+    for factors in solve._recent:
+        if factors.number == number:
+            return factors
+    text = (  # on all ranks
+        f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
+        "factorized again for other params."
+    )
+    raise agreed(solve._recent[-1].options.group, RuntimeError(text))
+
+
+def _prepared(out: np.ndarray, b: np.ndarray, solve: Factorized, number: np.ndarray) -> Callable[[], None] | None:
+    """Return a function that solves from a fixed array into another; see `CustomOperator.prepared`."""
+    known: WeakKeyDictionary[_Factors, Any] = WeakKeyDictionary()
+    if solve._recent[-1].prepared(out, b, solve._transposed) is None:
+        return None
+
+    def run() -> None:
+        factors = _numbered(solve, number)
+        if factors not in known:
+            known[factors] = factors.prepared(out, b, solve._transposed)
+        try:
+            known[factors]()
+        except BaseException as error:
+            mark_left([(factors.options.group, False)], error, "a solve")
+            raise
+
+    return run
 
 
 # The results have the shape and dtype of the first argument.
 _current_number.preserves_spec = _with_factors.preserves_spec = _with_factors.batched_adjoint = True
+_with_factors.prepared = _prepared
 defvjp(_current_number)
 defjvp(_current_number)
 defvjp(_with_factors, lambda ans, b, solve, number: lambda g: _with_factors(g, solve.T, number))
@@ -241,6 +266,15 @@ class _Factors:
         if self.options.group.size == 1:
             return self._inverse.solve(rows, "T" if transposed else "N").reshape(r.shape)
         return (self._inverse.T if transposed else self._inverse)(rows).reshape(r.shape)
+
+    def prepared(self, out: np.ndarray, b: np.ndarray, transposed: bool) -> Callable[[], None] | None:
+        """Return a function that solves from a fixed array into another; None if that needs the method `solved`."""
+        is_real = b.dtype == self.matrix.values.dtype == np.float64
+        if isinstance(self._inverse, AdditiveSchwarz) or not is_real or b.shape != self.operator.shape:
+            return None
+        if self.options.group.size == 1:
+            return self._inverse.prepared(b.reshape(1, -1), out.reshape(1, -1), "T" if transposed else "N")
+        return (self._inverse.T if transposed else self._inverse).prepared(b, out)
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""

@@ -1,8 +1,8 @@
 """SuperLU's factors of a sparse matrix on one rank, and solves with them for one or several right-hand sides.
 
-For several right-hand sides, after a few solves by SuperLU, a compiled loop is used instead, which reads each entry of the
-factors once for all of them. It is written in the kernel language (see `mpiad.compiling.translation`), and compiled from
-the source code of this file. The right-hand sides are the innermost axis of its array x.
+After some solves by SuperLU, a compiled loop is used instead, which takes half the time for one right-hand side, and reads
+each entry of the factors once for several of them. It is written in the kernel language of `mpiad.compiling.translation`,
+and compiled from the source code of this file. The right-hand sides are the innermost axis of its array x.
 
 With permutation matrices P and Q, the factors of A are P A Q = L U. The columns of L and the rows of U are stored. A solve
 with A runs forward along the columns of L, and backward along the rows of U. Since Qᵀ Aᵀ Pᵀ = Uᵀ Lᵀ, a solve with Aᵀ runs
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,11 +28,14 @@ from scipy.sparse.csgraph import depth_first_order
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
+from mpiad.compiling.arguments import address_of
 from mpiad.compiling.cache import functions_of
 
 _MOST = 32  # right-hand sides of one call of the compiled loop
 lanes = range  # a loop by vectors of the kernel language
-_FIRST_SOLVES = 4  # for several right-hand sides, by SuperLU: preparing the compiled loop takes as long
+# The number of solves by SuperLU for one right-hand side, and those that count as much as one for several right-hand sides:
+# preparing the compiled loop takes as long as they take.
+_FIRST_SOLVES, _SEVERAL = 1000, 250
 
 
 class SparseFactors:
@@ -54,7 +56,7 @@ class SparseFactors:
                 vector = splu((columns + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
                 text += f" The null vector is largest in row {int(np.abs(vector).argmax())}."
             raise ValueError(text) from error
-        self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
+        self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), 0  # see `_FIRST_SOLVES`
         self._block_solver: _BlockSolver | None = None
         self._matrix, self._name = matrix, name
         self._wider: SparseFactors | None = None  # in the precision of right-hand sides with more digits
@@ -69,10 +71,33 @@ class SparseFactors:
             return self._wider.solve(rows, kind)
         if not len(rows):
             return rows.copy()
-        if len(rows) > 1 and rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
-            self._block_solver = self._block_solver or _BlockSolver(self._factors)
-            return self._block_solver(rows, kind)
-        return self._factors.solve(np.ascontiguousarray(rows).T, kind).T
+        rows = np.ascontiguousarray(rows)
+        compiled = self._compiled_solver(rows)
+        return self._factors.solve(rows.T, kind).T if compiled is None else compiled(rows, kind)
+
+    def prepared(self, rows: np.ndarray, out: np.ndarray, kind: str) -> Callable[[], None]:
+        """Return a function that solves for a fixed right-hand side, both contiguous arrays of shape (1, n)."""
+        addresses = address_of(rows), address_of(out)
+
+        def run() -> None:
+            compiled = self._compiled_solver(rows)
+            if compiled is None:
+                out[...] = self._factors.solve(rows.T, kind).T
+            else:
+                compiled.run(*addresses, 1, kind)
+
+        return run
+
+    def _compiled_solver(self, rows: np.ndarray) -> _BlockSolver | None:
+        """Return the compiled loop; None if SuperLU solves for these right-hand sides."""
+        if rows.dtype != np.float64 or self._dtype != np.float64:
+            return None
+        if self._block_solver is None:
+            if self._solves < _FIRST_SOLVES:
+                self._solves += 1 if len(rows) == 1 else _SEVERAL
+                return None
+            self._block_solver = _BlockSolver(self._factors)
+        return self._block_solver
 
 
 def _has_diagonal_pivots(rows: Any, columns: Any) -> bool:
@@ -113,8 +138,17 @@ class _Triangle(NamedTuple):
         return cls(starts, (keys % n).astype(np.int32), values, inverses)
 
 
+class _Block(NamedTuple):
+    """The block of a call (see `compiling.cache`), the number of its right-hand sides, and its arrays."""
+
+    words: np.ndarray
+    address: int
+    count: int
+    arrays: list[np.ndarray]
+
+
 class _BlockSolver:
-    """Solves for several right-hand sides with SuperLU's factors."""
+    """Solves with SuperLU's factors by a compiled loop."""
 
     def __init__(self, factors: Any):
         matrices = factors.L, factors.U.T.tocsc()
@@ -122,30 +156,35 @@ class _BlockSolver:
         lower, upper = (_Triangle.of(matrix, places) for matrix in matrices)
         into, out_of = (places[permutation] for permutation in (factors.perm_r, factors.perm_c))
         self._arrays = {"N": [*lower, *upper, into, out_of], "T": [*upper, *lower, out_of, into]}
-        # The unused block of a kind (see `compiling.cache`), its number of right-hand sides, and its arrays.
-        self._unused: dict[str, tuple[np.ndarray, int, list[np.ndarray]]] = {}
+        self._kernel = _kernel()
+        # The unused block of a kind.
+        self._unused: dict[str, _Block] = {}
 
     def __call__(self, rows: np.ndarray, kind: str) -> np.ndarray:
         """Return the solutions for rows (k, n) of doubles, or the transposed matrix's if `kind` is "T"."""
-        rows = np.ascontiguousarray(rows)
-        out, kernel = np.empty_like(rows), _kernel()
+        out = np.empty_like(rows)
         for start in range(0, len(rows), _MOST):
-            count = min(_MOST, len(rows) - start)
-            taken = self._unused.pop(kind, None)  # another thread may use one at the same time
-            if taken is None or taken[1] != count:
-                taken = self._block(kind, count)
-            block = taken[0]
-            block[-4], block[-2] = rows[start:].ctypes.data, out[start:].ctypes.data
-            kernel(block.ctypes.data)
-            self._unused[kind] = taken
+            part = slice(start, start + _MOST)
+            self.run(address_of(rows[part]), address_of(out[part]), len(rows[part]), kind)
         return out
 
-    def _block(self, kind: str, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    def run(self, rows: int, out: int, count: int, kind: str) -> None:
+        """Solve for at most `_MOST` right-hand sides at an address."""
+        block = self._unused.pop(kind, None)  # another thread may use one at the same time
+        if block is None or block.count != count:
+            block = self._block(kind, count)
+        block.words[-4], block.words[-2] = rows, out
+        self._kernel(block.address)
+        self._unused[kind] = block
+
+    def _block(self, kind: str, count: int) -> _Block:
         """Return a block, in which the addresses of the right-hand sides and solutions are still missing."""
-        n, width = len(self._arrays[kind][-1]), count + -count % 8  # vectors of the loop have 8 entries
+        # Vectors of the loop have 8 entries; a single right-hand side needs none.
+        n, width = len(self._arrays[kind][-1]), 1 if count == 1 else count + -count % 8
         arrays = [np.array([width, count]), *self._arrays[kind], np.zeros((n + 3) * width)]
         words = [word for array in arrays for word in (array.ctypes.data, array.size)]
-        return np.array([0, 0, *words, 0, n * count, 0, n * count]), count, arrays
+        block = np.array([0, 0, *words, 0, n * count, 0, n * count])
+        return _Block(block, address_of(block), count, arrays)
 
 
 def _places(lower: Any, upper: Any) -> np.ndarray:
@@ -185,41 +224,59 @@ def substitute(
     for k in range(n * w, x.shape[0]):  # rows that complete the last group
         x[k] = 0.0
     for g in range(starts.shape[0] - 1):
-        p, j = 6 * g + 4 * starts[g], 4 * g
-        ba, ca, da = values[p], values[p + 1], values[p + 2]
-        cb, db, dc = values[p + 3], values[p + 4], values[p + 5]
-        e, f, t, h = inverses[j], inverses[j + 1], inverses[j + 2], inverses[j + 3]
-        for k in lanes(w):
-            a = e * x[j * w + k]
-            b = f * (x[(j + 1) * w + k] - ba * a)
-            c = t * (x[(j + 2) * w + k] - ca * a - cb * b)
-            d = h * (x[(j + 3) * w + k] - da * a - db * b - dc * c)
-            x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
-            i = p + 6
-            for q in range(starts[g], starts[g + 1]):
-                x[below[q] * w + k] -= values[i] * a + values[i + 1] * b + values[i + 2] * c + values[i + 3] * d
-                i += 4
+        j = 4 * g
+        if w == 1:
+            x[j], x[j + 1], x[j + 2], x[j + 3] = _forward(0, w, g, starts, below, values, inverses, x)
+        else:
+            for k in lanes(w):
+                a, b, c, d = _forward(k, w, g, starts, below, values, inverses, x)
+                x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
     for g in range(starts_2.shape[0] - 2, -1, -1):
-        p, j = 6 * g + 4 * starts_2[g], 4 * g
-        ba, ca, da = values_2[p], values_2[p + 1], values_2[p + 2]
-        cb, db, dc = values_2[p + 3], values_2[p + 4], values_2[p + 5]
-        e, f, t, h = inverses_2[j], inverses_2[j + 1], inverses_2[j + 2], inverses_2[j + 3]
-        for k in lanes(w):
-            a, b, c, d = x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k]
-            i = p + 6
-            for q in range(starts_2[g], starts_2[g + 1]):
-                other = x[below_2[q] * w + k]
-                a -= values_2[i] * other
-                b -= values_2[i + 1] * other
-                c -= values_2[i + 2] * other
-                d -= values_2[i + 3] * other
-                i += 4
-            d *= h
-            c = t * (c - dc * d)
-            b = f * (b - cb * c - db * d)
-            a = e * (a - ba * b - ca * c - da * d)
-            x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
+        j = 4 * g
+        if w == 1:
+            x[j], x[j + 1], x[j + 2], x[j + 3] = _backward(0, w, g, starts_2, below_2, values_2, inverses_2, x)
+        else:
+            for k in lanes(w):
+                a, b, c, d = _backward(k, w, g, starts_2, below_2, values_2, inverses_2, x)
+                x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
     for part in range(0, n, 8):
         for k in range(count):
             for i in range(part, min(part + 8, n)):
                 out[k * n + i] = x[out_of[i] * w + k]
+
+
+def _forward(
+    k: int, w: int, g: int, starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray, x: np.ndarray
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Return the unknowns of group g for the right-hand side k, and eliminate them from the following rows."""
+    p, j = 6 * g + 4 * starts[g], 4 * g
+    a = inverses[j] * x[j * w + k]
+    b = inverses[j + 1] * (x[(j + 1) * w + k] - values[p] * a)
+    c = inverses[j + 2] * (x[(j + 2) * w + k] - values[p + 1] * a - values[p + 3] * b)
+    d = inverses[j + 3] * (x[(j + 3) * w + k] - values[p + 2] * a - values[p + 4] * b - values[p + 5] * c)
+    i = p + 6
+    for q in range(starts[g], starts[g + 1]):
+        x[below[q] * w + k] -= values[i] * a + values[i + 1] * b + values[i + 2] * c + values[i + 3] * d
+        i += 4
+    return a, b, c, d
+
+
+def _backward(
+    k: int, w: int, g: int, starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray, x: np.ndarray
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Return the unknowns of group g for the right-hand side k, given the following ones."""
+    p, j = 6 * g + 4 * starts[g], 4 * g
+    a, b, c, d = x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k]
+    i = p + 6
+    for q in range(starts[g], starts[g + 1]):
+        other = x[below[q] * w + k]
+        a -= values[i] * other
+        b -= values[i + 1] * other
+        c -= values[i + 2] * other
+        d -= values[i + 3] * other
+        i += 4
+    d *= inverses[j + 3]
+    c = inverses[j + 2] * (c - values[p + 5] * d)
+    b = inverses[j + 1] * (b - values[p + 3] * c - values[p + 4] * d)
+    a = inverses[j] * (a - values[p] * b - values[p + 1] * c - values[p + 2] * d)
+    return a, b, c, d

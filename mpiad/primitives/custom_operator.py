@@ -83,6 +83,10 @@ class CustomOperator(Recorded):
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
+        # ``prepared(out, *args)`` returns None, or, for programs that run repeatedly, a function without arguments that
+        # applies the operator to small arrays `args`, and writes the result to `out`, all contiguous and on the host. It
+        # runs on whatever tape is open: it calls no differentiable function, and reports no call to debugging tools.
+        self.prepared: Callable[..., Callable[[], object] | None] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Array:
         """Apply the operator, and record it on the current tape and the enclosing tapes."""

@@ -29,7 +29,7 @@ from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.repeated_calls import Compared, Recording, Repetition, called_repeatedly, recorded
+from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.transport.core import calls
@@ -241,6 +241,7 @@ class Jitted(Generic[P, R]):
         self._cache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
+        self._has_program = False  # see `is_compiled`
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
 
     def rename(self, name: str) -> None:
@@ -322,6 +323,12 @@ class Jitted(Generic[P, R]):
         return bool(self._cache.reasons or self._cache.asked)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether there is a program, and no call is known that can't be compiled."""
+        self._has_program = self._has_program or self.operations > 0
+        return self._has_program and not self.refused
+
+    @property
     def operations(self) -> int:
         """The number of operations of value and gradient, estimated before the first gradient; 0 if `refused` or unknown.
 
@@ -354,20 +361,15 @@ class Jitted(Generic[P, R]):
             del self._derived[next(iter(self._derived))]
         return made
 
-    def repeated(
-        self, calls: int, steps: int, state: range, entries: range, leaves: Sequence[Any], compared: Compared
-    ) -> Any:  # fmt: skip
-        """Call the function several times in a row; see `Repetition` and `called_repeatedly`."""
-        with restoring_state():
-            return called_repeatedly(self._cache, Repetition(calls, steps, state, entries), leaves, compared)
+    def repeated(self, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None) -> RepeatedProgram | None:
+        """Prepare repeated calls of the function; see `mpiad.programs.repeated_calls`."""
+        return prepared(self._cache, layout, leaves, variables)
 
-    def recorded(
-        self, calls: int, steps: int, state: range, entries: range, leaves: list[Any], variables: Sequence[int],
-        compared: Compared,
-    ) -> Recording | None:  # fmt: skip
-        """Call the function several times in a row, with variables whose cotangents can be computed."""
-        with restoring_state():
-            return recorded(self._cache, Repetition(calls, steps, state, entries), leaves, variables, compared)
+    def repeated_on_tape(
+        self, layout: Layout, calls: int, leaves: Sequence[Any], known: dict[tuple[int, ...], RepeatedProgram]
+    ) -> Any:
+        """Call the function repeatedly as one node of the current tape; see `mpiad.programs.repeated_calls`."""
+        return repeated_on_tape(self._cache, layout, calls, leaves, known)
 
     def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

@@ -1,172 +1,192 @@
 """Repeated calls of a compiled function, each with results of the call before: the time steps of a loop, for example.
 
 The program has one length, and loops have any. A loop that runs a program many times is one node of the tape, and each run
-costs a call of a replay: the arguments are compared with the program's signature once. The reverse pass runs the second
-part of the program from the last run to the first, each in the buffers of its replay.
+costs a call of a replay: the arguments are compared with the program's signature once per loop, by `prepared`. The reverse
+pass runs the second part of the program from the last run to the first, each in the buffers of its replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedTape
-from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.programs.calls_on_tape import is_simple, require_plain
 from mpiad.programs.program_cache import Entry, ProgramCache, count
-from mpiad.programs.replay import Lease
+from mpiad.programs.replay import Replay, Replays
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
 
 _boxes = Box.types
 
 
-class Repetition(NamedTuple):
-    """Repeated calls of a function of leaves: the number of the first step, and arrays.
+class Layout(NamedTuple):
+    """The arguments of a function of leaves that repeated calls change: the first one, which is a number, and arrays.
 
     The first results of a call are the arguments at the positions `state` of the next one. Each call gets the next `steps`
-    entries of the arguments at the positions `entries`, along their first axis, and a number that is larger by `steps`. The
-    further results have one entry per step, and are joined along their first axis.
+    entries of the arguments at the positions `entries`, which follow, along their first axis, and a number that is larger
+    by `steps`. The further results have one entry per step, and are joined along their first axis.
     """
 
-    calls: int
     steps: int
     state: range
     entries: range
 
-    def arguments(self, call: int, leaves: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a call, given those of all calls."""
-        made = list(leaves)
-        made[0] += call * self.steps
-        made[self.state.start : self.state.stop] = state
-        for k in self.entries:
-            made[k] = leaves[k][call * self.steps : (call + 1) * self.steps]
-        return made
+
+class RepeatedProgram:
+    """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
+
+    def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
+        self.entry, self.steps = entry, layout.steps
+        self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
+        self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
+        # The number of arrays in the state; the place of its cotangents among those of the variables; and for each of the
+        # other variables whether it is among the entries.
+        self.states, self.place = len(layout.state), 0
+        self.is_entry: list[bool] = []
+        if variables is not None:
+            self.place = variables.index(layout.state.start)
+            self.is_entry = [k in layout.entries for k in variables if k not in layout.state]
+
+    def called(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Array] | None:
+        """Return the last state and the joined results; None if a program can't compute with these numbers."""
+        inputs = self._first_arguments(first, calls, state, entries)
+        if inputs is None:
+            return None
+        replay, rows = self.entry.replays.take(), []
+        for call in range(calls):
+            inputs = self._arguments(first, call, rows[-1], entries) if call else inputs
+            count(self.entry.communications)
+            rows.append(replay.first(*inputs))
+        self.entry.replays.give_back(replay)
+        return self._joined(rows)
+
+    def recorded(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> Recording | None:
+        """Run the first part of the program for each call; None if a program can't compute with these numbers."""
+        inputs = self._first_arguments(first, calls, state, entries)
+        if inputs is None:
+            return None
+        rows, recording = [], Recording(self, self.entry.replays)
+        for call in range(calls):
+            inputs, replay = self._arguments(first, call, rows[-1], entries) if call else inputs, self.entry.replays.take()
+            recording.replays.append(replay)
+            count(self.entry.communications)
+            rows.append(replay.first(*inputs))
+            recording.kept.append([x if is_read else None for x, is_read in zip(inputs, self._is_read_later)])
+        recording.values = self._joined(rows)
+        return recording
+
+    def _first_arguments(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Any] | None:
+        """Return the arguments of the first call; None if the program can't compute with the first or the last number."""
+        inputs, admits = self._arguments(first, 0, state, entries), self.entry.admits
+        last = first + (calls - 1) * self.steps
+        if admits is not None and not (admits(inputs) and (calls == 1 or admits([last, *inputs[1:]]))):
+            return None
+        note_channels(self.entry.channels)
+        return inputs
+
+    def _arguments(self, first: int, call: int, state: list[Array], entries: list[Array]) -> list[Any]:
+        start = call * self.steps
+        rows = [leaf[start : start + self.steps] for leaf in entries] if entries else entries
+        return [first + start, *self._head, *state[: self.states], *rows, *self._tail]
+
+    def _joined(self, rows: list[list[Array]]) -> list[Array]:
+        if len(rows) == 1 or len(rows[0]) == self.states:
+            return rows[-1]
+        return rows[-1][: self.states] + [np.concatenate(column) for column in list(zip(*rows))[self.states :]]
 
 
-class Recording(NamedTuple):
-    """Repeated calls whose reverse pass can run."""
+class Recording:
+    """Repeated calls whose reverse pass can run; the replays are in use as long as it exists."""
 
-    entry: Entry
-    state: list[Array]  # the state after the last call
-    columns: list[Array]  # the further results, with one entry per step of all calls
-    pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of state and columns
+    def __init__(self, program: RepeatedProgram, owner: Replays):
+        self.program, self.owner = program, owner
+        self.values: list[Array] = []  # the state after the last call, and the further results for the steps of all calls
+        self.replays: list[Replay] = []
+        self.kept: list[list[Any]] = []  # the arguments that the second parts of the replays read
 
-    @property
-    def build(self) -> Callable[[list[Array]], Tree]:
-        """A function that returns the result, given its leaves."""
-        return self.entry.build
+    def __del__(self) -> None:
+        for replay in self.replays:
+            self.owner.give_back(replay)
+
+    def pull(self, gs: list[Array]) -> list[Array]:
+        """Return the cotangents of the variables, given those of the values."""
+        program, calls, totals = self.program, len(self.replays), list[Any]()
+        steps, start, end = program.steps, program.place, program.place + program.states
+        state, columns = gs[: program.states], gs[program.states :]
+        for call in reversed(range(calls)):
+            count(program.entry.communications)
+            block = slice(call * steps, (call + 1) * steps)
+            rows = columns if calls == 1 else [g[block] for g in columns]
+            made = self.replays[call].later[0](*self.kept[call], *state, *rows)
+            if calls == 1:
+                return made
+            state, others = made[start:end], made[:start] + made[end:]
+            if not totals:
+                pairs = zip(others, program.is_entry)
+                shapes = [(calls * steps, *g.shape[1:]) if is_entry else g.shape for g, is_entry in pairs]
+                totals = [np.zeros(shape, g.dtype) for shape, g in zip(shapes, others)]
+            for total, g, is_entry in zip(totals, others, program.is_entry):
+                total[block if is_entry else ...] += g
+        totals = [total[()] for total in totals]
+        return totals[:start] + state + totals[start:]
 
 
-# The programs that were compared with the arguments and with the function's closure, by the variables. A loop passes the
-# same dict as long as neither the arguments' shapes change nor Python runs between its steps.
-Compared: TypeAlias = "dict[tuple[int, ...] | None, Entry]"
+def prepared(
+    cache: ProgramCache, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None
+) -> RepeatedProgram | None:
+    """Prepare repeated calls with plain arguments, or return None: there is no program, say.
+
+    The caller may keep the result as long as neither the arguments' shapes change nor Python runs between the calls.
+
+    Parameters
+    ----------
+    leaves : the arguments of all calls.
+    variables : the positions of those whose cotangents `Recording.pull` returns; None without a reverse pass.
+    """
+    if any(type(x) in _boxes for x in leaves):
+        return None
+    given = list(leaves)
+    for k in layout.entries:
+        given[k] = given[k][: layout.steps]
+    for k in variables or ():
+        given[k] = np.asarray(given[k])
+    arguments = arguments_of(tuple(given), {}, cache.asked)
+    if tracing.recorder is not None or len(arguments.traced) < len(leaves):
+        return None
+    entry = cache.entries.get(arguments.key if variables is None else ("reverse", tuple(variables), arguments.key))
+    if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
+        return None
+    return RepeatedProgram(entry, layout, leaves, variables)
 
 
-def called_repeatedly(
-    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], compared: Compared
+def repeated_on_tape(
+    cache: ProgramCache, layout: Layout, calls: int, leaves: Sequence[Any], known: dict[tuple[int, ...], RepeatedProgram]
 ) -> Tree | None:
-    """Return the last state and the joined results; None if the calls must be made one by one: there is no program, say."""
-    tape: Any = tracing.tape
-    boxed = [k for k, x in enumerate(leaves) if type(x) in _boxes]
-    if tape is None:
-        return None if boxed else _called(cache, repetition, leaves, compared)
-    if type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not set(repetition.state) <= set(boxed):
+    """Call a function repeatedly as one node of the current tape; None if the calls must be made one by one.
+
+    `known`: the programs that were prepared for the loop, by the positions of the traced arguments.
+    """
+    tape, boxed = tracing.tape, tuple([k for k, x in enumerate(leaves) if type(x) in _boxes])
+    if type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not set(layout.state) <= set(boxed):
         return None
     if not is_simple(tape, [leaves[k] for k in boxed]):
         return None
-    made = recorded(cache, repetition, list(map(getval, leaves)), boxed, compared)
-    if made is None:
+    plain = list(map(getval, leaves))
+    program = known.get(boxed) or prepared(cache, layout, plain, boxed)
+    state, entries = ([plain[k] for k in places] for places in (layout.state, layout.entries))
+    recording = program and program.recorded(plain[0], calls, state, entries)
+    if program is None or recording is None:
         return None
-    values, places, entry = [*made.state, *made.columns], [leaves[k]._node.index for k in boxed], made.entry
-    return made.build(tape.record_call(entry.channels, values, [True] * len(values), places, made.pull, entry.communicates))
-
-
-def _entry(
-    cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], variables: Sequence[int] | None, compared: Compared
-) -> Entry | None:
-    """Return the program of a call, with a reverse pass if there are `variables`; None if it can't be repeated."""
-    known = None if variables is None else tuple(variables)
-    entry = compared.get(known)
-    if entry is None:
-        state = [leaves[k] for k in repetition.state]
-        arguments = arguments_of(tuple(repetition.arguments(0, leaves, state)), {}, cache.asked)
-        if tracing.recorder is not None or len(arguments.traced) < len(leaves):
-            return None
-        entry = cache.entries.get(arguments.key if known is None else ("reverse", known, arguments.key))
-        if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
-            return None
-        compared[known] = entry
-    if entry.admits is not None:
-        last = leaves[0] + (repetition.calls - 1) * repetition.steps
-        if not all(entry.admits(list(map(getval, [first, *leaves[1:]]))) for first in (leaves[0], last)):
-            return None
-    return entry
-
-
-def _called(cache: ProgramCache, repetition: Repetition, leaves: Sequence[Any], compared: Compared) -> Tree | None:
-    entry = _entry(cache, repetition, leaves, None, compared)
-    if entry is None:
-        return None
-    note_channels(entry.channels)
-    replay, state, rows = entry.replays.take(), [leaves[k] for k in repetition.state], []
-    for call in range(repetition.calls):
-        count(entry.communications)
-        values = replay.first(*repetition.arguments(call, leaves, state))
-        state = values[: len(state)]
-        rows.append(values[len(state) :])
-    entry.replays.give_back(replay)
-    return entry.build([*state, *_joined(rows)])
-
-
-def _joined(rows: list[list[Array]]) -> list[Array]:
-    return rows[0] if len(rows) == 1 else [np.concatenate(column) for column in zip(*rows)]
-
-
-def recorded(
-    cache: ProgramCache, repetition: Repetition, leaves: list[Any], variables: Sequence[int], compared: Compared
-) -> Recording | None:
-    """Run the first part of the program for each call; None if the calls must be made one by one on a tape.
-
-    `leaves`: plain values; `variables`: the positions of those whose cotangents `Recording.pull` returns.
-    """
-    for k in variables:
-        leaves[k] = leaves[k] if type(leaves[k]) is np.ndarray else np.asarray(leaves[k])
-    entry = _entry(cache, repetition, leaves, variables, compared)
-    if entry is None:
-        return None
-    calls, n, later = repetition.calls, len(repetition.state), entry.replays.read_later
-    state, rows, leases, kept = [leaves[k] for k in repetition.state], [], list[Lease](), []
-    note_channels(entry.channels)
-    for call in range(calls):
-        inputs = repetition.arguments(call, leaves, state)
-        leases.append(entry.replays.lease())
-        count(entry.communications)
-        values = leases[-1].replay.first(*inputs)
-        kept.append([x if k in later else None for k, x in enumerate(inputs)])
-        state = values[:n]
-        rows.append(values[n:])
-    specs, length = {k: spec_like(leaves[k]) for k in variables}, repetition.steps
+    known[boxed], entry, values = program, program.entry, recording.values
 
     def pull(gs: list[Array]) -> list[Array]:
         require_plain(gs, cache.name)
-        state, totals = gs[:n], {k: specs[k].zeros() for k in variables if k in repetition.entries}
-        for call in reversed(range(calls)):
-            count(entry.communications)
-            steps = slice(call * length, (call + 1) * length)
-            made = leases[call].replay.later[0](*kept[call], *state, *[g[steps] for g in gs[n:]])
-            cotangents = dict(zip(variables, made))
-            state = [conform(cotangents.pop(k), *specs[k]) for k in repetition.state]
-            for k, g in cotangents.items():
-                if k in repetition.entries:
-                    totals[k][steps] = g
-                else:
-                    g = conform(g, *specs[k])
-                    totals[k] = np.add(totals[k], g, out=totals[k]) if k in totals and np.shape(g) else totals.get(k, 0) + g
-        return [state[k - repetition.state.start] if k in repetition.state else totals[k] for k in variables]
+        return recording.pull(gs)
 
-    return Recording(entry, state, _joined(rows), pull)
+    places = [leaves[k]._node.index for k in boxed]
+    return entry.build(tape.record_call(entry.channels, values, [True] * len(values), places, pull, entry.communicates))

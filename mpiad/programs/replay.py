@@ -475,7 +475,7 @@ class Replay:
             self._in_place(at, step, action.kind == "begin")
         elif at in self._messages:
             self._prepared(at, step, self._messages[at])  # type: ignore[arg-type]
-        else:
+        elif not self._prepared_operator(at, step):
             self._call(at, step)
         if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
             call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
@@ -602,6 +602,24 @@ class Replay:
         self.names[f"f{at}"] = _call_at(self.nodes[step.node].site, "prepared")
         self.names[f"q{at}"] = message.prepared(message.params, *arrays).call  # type: ignore[union-attr]
         self._lines.append(f"f{at}(q{at})")
+
+    def _prepared_operator(self, at: int, step: Run) -> bool:
+        """Append the call of an operator from small buffers into another; return False if there is none."""
+        call, buffers = self.nodes[step.node].data, self.schedule.buffers
+        if not self.prepared or getattr(call, "kind", None) != "operate" or call.fun.prepared is None:
+            return False
+        if len(step.results) != 1 or call.kwargs or any(buffers[b].nbytes > SMALL for b in (*step.inputs, *step.results)):
+            return False
+        args = [self._at_fixed_place(step.inputs[x.place]) if isinstance(x, Slot) else x for x in call.args]
+        self._bind(step.results[0])
+        args = [self.names[f"b{step.results[0]}"], *args]
+        is_dense = all(x.flags.c_contiguous for x in args if type(x) is np.ndarray)  # rows may be padded
+        run = call.fun.prepared(*args) if is_dense else None
+        if run is None:
+            return False
+        self.names |= {f"f{at}": _call_at(self.nodes[step.node].site, "prepared"), f"q{at}": run}
+        self._lines.append(f"f{at}(q{at})")
+        return True
 
     def _at_fixed_place(self, b: int | None) -> Array | None:
         """Return the array of a buffer; if its place varies, append a line that copies it into the returned one."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import comb
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mpiad.primitives.checks import positive_count
 
@@ -48,8 +49,22 @@ class Restore(NamedTuple):
     last: bool
 
 
-def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
+Action: TypeAlias = Keep | Advance | Reverse | Restore
+_MOST_KNOWN = 1000  # the maximum number of steps for which a schedule's actions are kept in memory, for the next gradient
+
+
+def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Action]:
     """Yield the actions from the first step to the adjoint of the first step; `schedule` must allow at least one state."""
+    numbers = CheckpointSchedule(schedule.memory, schedule.disk, recorded=schedule.recorded)
+    return iter(_known_actions(steps, numbers)) if steps <= _MOST_KNOWN else _actions(steps, numbers)
+
+
+@functools.lru_cache(64)
+def _known_actions(steps: int, schedule: CheckpointSchedule) -> tuple[Action, ...]:
+    return tuple(_actions(steps, schedule))
+
+
+def _actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Action]:
     length = schedule.recorded
     blocks = -(-steps // length)
     # Blocks of steps that are recorded together are scheduled like single steps.
@@ -60,7 +75,7 @@ def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Keep | Advance
             yield action._replace(number=action.number * length)
 
 
-def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | Reverse | Restore]:
+def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Action]:
     """Yield the schedule for a stack of states; `on_disk` tells whether each level of the stack is on disk."""
     position, stack = 0, []
     for end in range(steps, 0, -1):

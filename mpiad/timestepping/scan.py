@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import chain, dropwhile
 from numbers import Integral
-from typing import NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 from autograd.tracer import isbox
@@ -21,13 +21,13 @@ from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.primitives.cotangents import conform, spec_like, tangent_of
+from mpiad.primitives.cotangents import conform, conformed, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, runs, schedule_of
-from mpiad.timestepping.snapshots import Snapshots, checksum, copy_of
+from mpiad.timestepping.snapshots import Snapshots, checksum, checksums, copy_of
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, joined, own, spans
 from mpiad.transport import Spec
-from mpiad.transport.core.tracing import opaque, tracing
+from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 _log = logging.getLogger("mpiad")
@@ -41,7 +41,6 @@ class _Steps(NamedTuple):
     """Some steps that were recorded for a reverse pass."""
 
     span: Span
-    indices: list[int]  # of the variables among all leaves
     # Returns the cotangents of the variables in each of several reverse passes, given those of the results.
     pull: Callable[[list[list[Array]]], list[list[Array]]]
 
@@ -85,12 +84,14 @@ class _CheckpointedRun:
             before = [checksum(leaf, action.first - 1) for leaf in state]
             for span in spans(loop.stepping, action.first, action.stop):
                 # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
-                values, steps = loop.recorded(args, span, state, passes)
-                records.append(steps)
+                values, pull = loop.recorded(args, span, state, passes)
+                records.append(_Steps(span, pull))
                 state, columns = values[: len(state)], values[len(state) :]
-                for number in range(*span) if columns else ():
-                    row = [column[number - span.first] for column in columns]
-                    comparison.add(number, row, loop.observed_checksums[number], observed=True)
+                known = loop.observed_checksums
+                if not all(_same_bits(column, sums[span.first : span.stop]) for column, sums in zip(columns, known)):
+                    for number in range(*span):
+                        row = [column[number - span.first] for column in columns]
+                        comparison.add(number, row, [sums[number] for sums in known], observed=True)
                 del columns
             comparison.add(action.stop - 1, state, after)
             after = before
@@ -129,7 +130,7 @@ class _Comparison:
         """Compare the state after step `number`, or the values observed after it, with checksums."""
         part = number if observed or number < self._last else None  # the last state is compared as a whole
         pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
-        if all(arrays_of(a) is None and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs):
+        if all(_same_bits(np.asarray(a) if arrays_of(a) is None else a, b) for a, b in pairs):
             return
         stored = 1e-6 if self._schedule.compress else np.finfo(self._schedule.dtype or float).eps
         precisions = [float(max(stored, np.finfo(getattr(sums, "dtype", float)).eps)) for sums, _ in pairs]
@@ -155,32 +156,41 @@ class _Comparison:
                 )
 
 
+def _same_bits(a: Array, b: Array) -> bool:
+    """Return whether two arrays, or an array and a number, are on the host and have the same bits."""
+    return type(a) is np.ndarray and not isinstance(b, list) and a.tobytes() == np.asarray(b).tobytes()
+
+
 class _Cotangents:
-    """Cotangents of the arguments, accumulated in the reverse pass."""
+    """Cotangents of the arguments in one reverse pass; `results`: those of the last state and of the observed arrays."""
 
-    def __init__(self, args: Arguments, active: Sequence[int]):
-        self._leaves, self._active = args.all(), active
-        self._states, self._inputs = len(args.state), len(args.inputs)
-        # Of the active inputs and parameters.
-        self._sums = {k: spec_like(self._leaves[k]).zeros() for k in active if k >= self._states}
+    def __init__(self, args: Arguments, active: Sequence[int], indices: Sequence[int], results: list[Array]):
+        # `indices`: those of the variables of recorded steps among all leaves, the state first.
+        self._specs, self._active = list(map(spec_like, args.all())), active
+        states = len(args.state)
+        self._state, self._observed = results[:states], results[states:]
+        self._others, self._inputs = indices[states:], states + len(args.inputs)
+        self._sums = {k: self._specs[k].zeros() for k in self._others}
 
-    def add(self, span: Span, indices: list[int], cotangents: list[Array]) -> list[Array]:
-        """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
-        before: list[Array] = [None] * self._states
-        for k, g in zip(indices, cotangents):
-            if k < self._states:
-                before[k] = g
-            elif g is not None:
-                if k < self._states + self._inputs:
-                    # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
-                    self._sums[k][slice(*span)] = g
-                else:
-                    self._sums[k] += conform(g, *spec_like(self._leaves[k]))
-        return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
+    def of_results(self, span: Span) -> list[Array]:
+        """Return the cotangents of the results of some steps: of the state after them, and of the observed values."""
+        return [*self._state, *[x[span.first : span.stop] for x in self._observed]]
 
-    def of_arguments(self, state: list[Array]) -> list[Array]:
-        """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""
-        return [state[k] if k < self._states else self._sums[k] for k in self._active]
+    def add(self, span: Span, cotangents: list[Array]) -> None:
+        """Accumulate the cotangents of the variables of these steps."""
+        for k, g in zip(self._others, cotangents[len(self._state) :]):
+            if g is None:
+                continue
+            if k < self._inputs:
+                # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
+                self._sums[k][span.first : span.stop] = g
+            else:
+                self._sums[k] += conform(g, *self._specs[k])
+        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], self._specs)]
+
+    def of_arguments(self) -> list[Array]:
+        """Return the cotangents of the active arguments, in their order."""
+        return [self._state[k] if k < len(self._state) else self._sums[k] for k in self._active]
 
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
@@ -199,12 +209,14 @@ class Loop:
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
         self.stepping, self.steps, self.schedule, self._like = stepping, steps, schedule, args
         self.observed_specs: list[Spec] | None = None  # of the arrays observed in one step; None before the first run
-        # Of the last state and, for each step, of the observed arrays in the forward run of a recorded loop.
+        # Of the last state, and of each observed array after each step, in the forward run of a recorded loop.
         self.last_checksums: list[Array] = []
-        self.observed_checksums: list[list[Array]] = []
+        self.observed_checksums: list[Any] = []
         self._stored: _CheckpointedRun | None = None
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
+        # The variables of recorded steps: inputs and parameters that are constant outside of the loop need no cotangents.
+        self._indices = (*range(len(args.state)), *[k for k in self.active if k >= len(args.state)])
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
@@ -248,17 +260,16 @@ class Loop:
         """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         self.stepping.begin_pass()
-        parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
-        states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
         # Unless the states are kept, this reverse pass releases them, and a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = run.shared(self) if self._keeps else None
-        cotangents = [_Cotangents(args, self.active) for _ in parts]
-        for span, indices, pull in run.reversed(self, args, "together" if together else "several"):
-            entries = [[x[slice(*span)] for x in arrays] for arrays in observed]
-            found = pull([[*state, *columns] for state, columns in zip(states, entries)])
-            states = [each.add(span, indices, gs) for each, gs in zip(cotangents, found)]
-        vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
+        results = self._results
+        lanes = [_Cotangents(args, self.active, self._indices, results.parts(row)) for row in (g if together else [g])]
+        for span, pull in run.reversed(self, args, "together" if together else "several"):
+            found = pull([lane.of_results(span) for lane in lanes])
+            for lane, cotangents in zip(lanes, found):
+                lane.add(span, cotangents)
+        vectors = [self._cotangents.vector(lane.of_arguments()) for lane in lanes]
         return stack(vectors) if together else vectors[0]
 
     def run(self, span: Span, args: Arguments, state: list[Array], observed: list[Array] | None) -> list[Array]:
@@ -294,29 +305,30 @@ class Loop:
         for array, column in zip(observed, columns):
             array[slice(*span)] = column
         if self._recorded:
-            for k, number in enumerate(range(*span)):
-                self.observed_checksums.append([checksum(column[k], number) for column in columns])
+            found = [checksums(column, span.first) for column in columns]
+            if span.first == 0:
+                self.observed_checksums = [
+                    [None] * self.steps if isinstance(sums, list) else spec_like(array).empty()
+                    for sums, array in zip(found, observed)
+                ]
+            for known, sums in zip(self.observed_checksums, found):
+                known[span.first : span.stop] = sums
 
-    def recorded(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[Array], _Steps]:
+    def recorded(
+        self, args: Arguments, span: Span, state: list[Array], passes: str
+    ) -> tuple[list[Array], Callable[[list[list[Array]]], list[list[Array]]]]:
         """Run some steps, and return the state, followed by the observed values, and the steps' reverse pass."""
         args = args.at(span, state)
-        # Inputs and parameters that are constant outside of the loop need no cotangents.
-        active = [k for k in self.active if k >= len(state)]
-        made = self.stepping.recorded(span, args, active) if passes == "several" else None
+        made = self.stepping.recorded(span, args, self._indices) if passes == "several" else None
         if made is not None:
-            specs = list(map(spec_like, made.values))
-
-            def pull(lanes: list[list[Array]]) -> list[list[Array]]:
-                return [made.pull([conform(g, *spec) for g, spec in zip(gs, specs)]) for gs in lanes]
-
-            return made.values, _Steps(span, made.indices, pull)
-        variables = Variables(args.all(), [*range(len(state)), *active], list)
+            return made.values, lambda lanes: [made.pull(gs) for gs in lanes]
+        variables = Variables(args.all(), list(self._indices), list)
         traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
         places, count = [(value, place) for value, place in zip(traced.values, traced.places)], len(variables.places)
 
-        def pull_tape(lanes: list[list[Array]]) -> list[list[Array]]:
+        def pull(lanes: list[list[Array]]) -> list[list[Array]]:
             seeds = [
                 [(place, conform(g, *spec_like(value))) for g, (value, place) in zip(gs, places) if place >= 0]
                 for gs in lanes
@@ -325,7 +337,7 @@ class Loop:
                 return run_backward_together(traced.recording, seeds, count)
             return [run_backward(traced.recording, seeds[0], count)]
 
-        return traced.values, _Steps(span, variables.places, pull_tape)
+        return traced.values, pull
 
     def tangent(self, leaves: Sequence[Array], directions: Sequence[Array]) -> Array:
         """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""
@@ -613,9 +625,10 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     args, blocks = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(copy_of, args.state))
-    for span in spans(stepping, 0, steps):
-        state, columns = stepping.run(span, args.at(span, state))
-        blocks.append(columns)
+    with restoring_state():
+        for span in spans(stepping, 0, steps):
+            state, columns = stepping.run(span, args.at(span, state))
+            blocks.append(columns)
     return state, joined(blocks)
 
 

@@ -294,6 +294,13 @@ def checksum(leaf: Array, step: int | None = None) -> Array:
     return sums
 
 
+def checksums(entries: Array, first: int) -> Sequence[Array]:
+    """Return the checksums of the entries, leaves after the steps first, ...; small ones are returned unchanged."""
+    if entries.size < _FEWEST * _SHORTEST * len(entries):
+        return entries
+    return [checksum(leaf, first + k) for k, leaf in enumerate(entries)]
+
+
 @functools.lru_cache(16)
 def _signs(length: int, dtype: np.dtype, arrays: ArrayModule | None) -> Array:
     """Return weights between 0.5 and 1.5 with random signs, shape (length, 1)."""
@@ -366,7 +373,7 @@ class Snapshots:
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
                 "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or omit dtype."
             ) from error
-        leaves = [item._replace(device=device) for item, device in zip(leaves, devices)]
+        leaves = [item if device is None else item._replace(device=device) for item, device in zip(leaves, devices)]
         if on_disk:
             self._on_disk[number] = self._written(number, leaves)
         else:

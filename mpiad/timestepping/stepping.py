@@ -10,7 +10,7 @@ called by Python, on the states that the program returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -72,8 +72,13 @@ def own(stepping: Stepping, state: Sequence[Array]) -> list[Array]:
     return list(state) if stepping.is_pure else list(map(copy_of, state))
 
 
-def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield the spans of steps that run together, in order."""
+def spans(stepping: Stepping, first: int, stop: int) -> Iterable[Span]:
+    """Return the spans of steps that run together, in order."""
+    length = stepping.prepared_steps
+    return (Span(first, stop),) if length and not (stop - first) % length else _spans(stepping, first, stop)
+
+
+def _spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
     tape: Any = tracing.tape
     is_kept = tape is not None and tape.passes in ("kept", "recorded")
     while first < stop:
@@ -84,14 +89,6 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
         span = Span(first, stop - rest % length if rest >= length > 1 else first + 1)
         yield span
         first = span.stop
-
-
-class Recorded(NamedTuple):
-    """Steps whose reverse pass can run."""
-
-    indices: list[int]  # those of the variables among the leaves of `Arguments`
-    values: list[Array]  # the state after the steps, followed by the observed values, with an axis for steps
-    pull: Callable[[list[Array]], list[Array]]  # the cotangents of the variables, given those of the values
 
 
 class UserStepping:
@@ -110,12 +107,17 @@ class UserStepping:
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
-        self._params, self._count, self._variables = params, None, []
+        self._params, self._count = params, None
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
         self._contained: Any = None
-        # The programs that were compared since `begin_pass`, by the number of steps; see `mpiad.programs.repeated_calls`.
-        self._compared: dict[int, dict[Any, Any]] = {}
+        # The variables of the closures, which programs get as arguments, and the structure of all arguments.
+        self._variables, self._build_leaves, self._form_of_leaves = list[Array](), list, None
+        # The programs that were prepared since `begin_pass`, by the number of steps and the indices of the variables, and
+        # those on the tape, by the number of steps; see `mpiad.programs.repeated_calls`. They stay valid in this pass.
+        self._prepared: dict[tuple[int, tuple[int, ...] | None], Any] = {}
+        self._on_tape: dict[int, dict[Any, Any]] = {}
+        self.prepared_steps = 0  # the number of steps of a program for several steps; 0 if none is prepared
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Array]], Tree] | None = None
@@ -132,8 +134,8 @@ class UserStepping:
     @property
     def is_pure(self) -> bool:
         """Whether steps are known to leave their arguments unchanged and to return new arrays, as compiled functions do."""
-        forms = [self._form] if self._observe is None else [self._form, self._observe_form]
-        return all(form is not None and form.jitted.operations for form in forms)
+        form, observe = self._form, self._form if self._observe is None else self._observe_form
+        return form is not None and observe is not None and form.jitted.is_compiled and observe.jitted.is_compiled
 
     @property
     def steps_per_program(self) -> int:
@@ -145,6 +147,8 @@ class UserStepping:
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
                 self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
         count = self._count or 1
+        if self.prepared_steps:
+            return count
         if count == 1 or self._program(count).refused:
             return 1
         by_python = self._python_observe
@@ -159,24 +163,25 @@ class UserStepping:
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
-        self._compared = {}
+        self._prepared, self.prepared_steps = {}, 0
 
     def _program(self, count: int) -> Any:
         """Return the compiled function of some steps."""
-        observe = self._observe_form
-        if self._contained is not observe:
-            self._programs, self._contained = {}, observe
-        if count not in self._programs:
+        step, observe = self._form, self._observe_form
+        if self._contained is not observe or not self._programs:
             from mpiad.programs.signature import form_of  # see `compiled_form`
 
-            step, has_inputs = self._form, self._has_inputs
-            observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             variables = step.variables, () if observe is None else observe.variables
             tree = *variables, self.build_state(self.args.state), self._build_input(self.args.inputs), self._params
-            build = flatten(tree)[1]
-            make = partial(_steps, step.jitted.fun, observed, has_inputs, count, build, self._specs, self._names)
-            program = step.jitted.derived((observed, has_inputs, count, form_of(tree)), make, True, calls=count)
-            self._programs[count], self._variables = program, flatten(variables)[0]
+            self._programs, self._contained, self._variables = {}, observe, flatten(variables)[0]
+            self._build_leaves, self._form_of_leaves = flatten(tree)[1], form_of(tree)
+        if count not in self._programs:
+            observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
+            key = observed, self._has_inputs, count, self._form_of_leaves
+            make = partial(
+                _steps, step.jitted.fun, observed, self._has_inputs, count, self._build_leaves, self._specs, self._names
+            )
+            self._programs[count] = step.jitted.derived(key, make, True, calls=count)
         return self._programs[count]
 
     @property
@@ -190,11 +195,10 @@ class UserStepping:
 
         The observed values have an additional first axis, with one entry per step.
         """
-        (first, stop), observe = span, self._observe_form
+        first, stop = span
         if stop > first + 1 or self._records_single_steps:
-            state, columns = self._run_programs(span, args)
-            return _checked(state, self._specs, self._names, stop - 1), columns
-        params = self._build_params(args.params)
+            return self._called(span, args) or self._run_programs(span, args)
+        observe, params = self._observe_form, self._build_params(args.params)
         entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
         tree = advance(self.build_state(args.state), first, *entry, *params)
@@ -215,63 +219,90 @@ class UserStepping:
             leaves.append(parts)
         return [stack(column) for column in zip(*leaves)]
 
-    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
-        """Run steps by programs whose reverse passes can run, and without a tape; None if that is impossible.
+    def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> Any:
+        """Run steps by a prepared program, without a tape; None if that is impossible.
 
-        `active`: the indices of the inputs and params among `args.all()` that are variables, as the state is.
+        `indices`: those of the variables among ``args.all()``, first of all the state. Return a
+        `mpiad.programs.repeated_calls.Recording`.
         """
+        inputs = _with_steps(span, args)
+        program = self._repeated(span, args, indices)
+        return program and program.recorded(span.first, (span.stop - span.first) // program.steps, args.state, inputs)
+
+    def _repeated(self, span: Span, args: Arguments, indices: tuple[int, ...] | None) -> Any:
+        """Return a prepared program for some steps; None if that is impossible."""
         steps = span.stop - span.first
         length = min(self.steps_per_program, steps)
-        if self._count is None or steps % length or self._python_observe is not None:
-            return None
-        start, places = self._places(args)
-        segment, inputs = self._program(length), _with_steps(span, args)
-        leaves = [span.first, *self._variables, *args.state, *inputs, *args.params]
-        indices = [*range(len(args.state)), *active]
-        variables = [start + k for k in indices]
-        made = segment.recorded(steps // length, length, *places, leaves, variables, self._compared.setdefault(length, {}))
-        if made is None:
-            return None
-        columns, self.build_observed = flatten(made.build([*made.state, *made.columns])[1])
-        return Recorded(indices, [*made.state, *columns], made.pull)
+        program = self._prepared.get((length, indices))
+        if program is not None or self._count is None or steps % length or self._python_observe is not None:
+            return program
+        segment, given = self._program(length), args._replace(inputs=_with_steps(span, args))
+        start = 1 + len(self._variables)
+        variables = indices and [start + k for k in indices]
+        program = segment.repeated(self._layout(length, args), self._leaves(span.first, given), variables)
+        if program is not None:
+            if self._observe is not None and self.build_observed is None:
+                self._observed(program.entry.build(program.entry.inside)[1])
+            self._prepared[length, indices] = program
+            self.prepared_steps = length if length == self._count > 1 else self.prepared_steps
+        return program
 
     @property
     def _python_observe(self) -> Function | None:
         """The observation, if it isn't compiled."""
         return self._observe if self._observe_form is None else None
 
-    def _places(self, args: Arguments) -> tuple[int, tuple[range, range]]:
-        """Return the positions of the leaves of `args`, and of the state and the inputs, among a program's arguments."""
+    def _layout(self, length: int, args: Arguments) -> Any:
+        """Return the positions of the leaves of `args` among a program's arguments."""
+        from mpiad.programs.repeated_calls import Layout  # see `compiled_form`
+
         start = 1 + len(self._variables)
         inputs = start + len(args.state)
-        return start, (range(start, inputs), range(inputs, inputs + len(args.inputs)))
+        return Layout(length, range(start, inputs), range(inputs, inputs + len(args.inputs)))
+
+    def _leaves(self, first: int, args: Arguments) -> list[Any]:
+        """Return the arguments of a program."""
+        return [first, *self._variables, *args.all()]
 
     def _run_programs(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Run programs of several steps, and return the last state and the observed values."""
-        first, stop = span
-        length, state, blocks = min(self.steps_per_program, stop - first), args.state, list[list[Array]]()
-        segment = self._program(length)
-        start, places = self._places(args)
-        by_python, inputs, compared = self._python_observe, _with_steps(span, args), self._compared.setdefault(length, {})
+        (first, stop), state, by_python = span, args.state, self._python_observe
+        length, blocks, inputs = min(self.steps_per_program, stop - first), list[list[Array]](), _with_steps(span, args)
         for k in range(first, stop, length):
-            entries = [leaf[k - first :] for leaf in inputs] if k > first else inputs
-            leaves = [k, *self._variables, *state, *entries, *args.params]
-            result = None
-            if by_python is None:
-                result = segment.repeated((stop - k) // length, length, *places, leaves, compared)
-            is_last = result is not None
-            if result is None:
-                result = segment(*leaves[: places[1].start], *[leaf[:length] for leaf in entries], *args.params)
-            state, observed = result
+            rest = args._replace(state=state, inputs=[leaf[k - first :] for leaf in inputs])
+            # The program is known after its first call.
+            result = self._called(Span(k, stop), rest) if k > first else None
+            if result is not None:
+                return result[0], joined([*blocks, result[1]])
+            rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
+            state, observed = self._program(length)(*self._leaves(k, rest))
             if by_python is not None:
                 params = self._build_params(args.params)
                 blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
-            elif self._observe is not None:
-                columns, self.build_observed = flatten(observed)
-                blocks.append(columns)
-            if is_last:
-                break
-        return state, joined(blocks)
+            else:
+                blocks.append(self._observed(observed))
+        return _checked(state, self._specs, self._names, stop - 1), joined(blocks)
+
+    def _called(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]] | None:
+        """Run steps by repeated calls of a program that is known; None if that is impossible."""
+        steps, count = span.stop - span.first, len(args.state)
+        if tracing.tape is None:
+            program = self._repeated(span, args, None)
+            values = program and program.called(span.first, steps // program.steps, args.state, args.inputs)
+            return values and (values[:count], values[count:])
+        length = min(self.steps_per_program, steps)
+        if self._python_observe is not None or steps % length:
+            return None
+        given, known = args._replace(inputs=_with_steps(span, args)), self._on_tape.setdefault(length, {})
+        program, layout, leaves = self._program(length), self._layout(length, given), self._leaves(span.first, given)
+        result = program.repeated_on_tape(layout, steps // length, leaves, known)
+        return result and (result[0], self._observed(result[1]))
+
+    def _observed(self, tree: Tree) -> list[Array]:
+        """Return the leaves of the observed values of some steps."""
+        leaves, build = flatten(tree)
+        self.build_observed = None if self._observe is None else build
+        return leaves
 
 
 def _with_steps(span: Span, args: Arguments) -> list[Array]:
@@ -329,6 +360,7 @@ class TangentStepping(NamedTuple):
     # `inputs`, `params`: indices of the leaves with tangents.
     inputs: list[int]
     params: list[int]
+    prepared_steps = 0  # see `UserStepping`; other programs compute tangents
 
     @property
     def steps_per_program(self) -> int:
@@ -339,9 +371,8 @@ class TangentStepping(NamedTuple):
         """See `UserStepping`."""
         self.plain.begin_pass()
 
-    def recorded(self, span: Span, args: Arguments, active: Sequence[int]) -> Recorded | None:
+    def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> None:
         """See `UserStepping`."""
-        return None
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 import weakref
 
 import autograd.numpy as anp
@@ -496,6 +497,32 @@ def test_messages_of_solves_with_gathered_factors_after_the_comparison(rank_rng,
     for inverse, matrix in ((solve, case.matrix), (solve.T, case.matrix.T)):
         case.close(inverse(b), np.linalg.solve(matrix, case.b.ravel()))
         case.close(inverse(several), np.linalg.solve(matrix, columns).T)
+
+
+@pytest.mark.unguarded
+@pytest.mark.parametrize("first_solves", [0, 1_000_000], ids=["compiled", "SuperLU"])
+def test_solves_of_a_program_take_one_message_and_few_calls(rank_rng, size, operations, monkeypatch, first_solves):
+    """Products with the Jacobian of a loop of implicit steps; each step adds the same number of calls of Python."""
+    monkeypatch.setattr("mpiad.linalg.sparse_factors._FIRST_SOLVES", first_solves)
+    case = Case(rank_rng, "gathered")
+    solve, v = case.solver(case.local(case.k)), case.local(case.w)
+    step = mpiad.jit(lambda u, k, m: solve(u + 0.1 * m), strict=True)
+    inverse, called = np.linalg.inv(case.matrix), []
+    for steps in (4, 12):
+        point = mpiad.linearize(lambda m, n=steps: mpiad.timestepping.scan(step, case.local(case.b), n, m))(v)
+        product = lambda point=point: point.vjp(point.jvp(v))  # noqa: E731
+        jacobian = 0.1 * sum(np.linalg.matrix_power(inverse, k + 1) for k in range(steps))
+        for _ in range(2):
+            case.close(product(), jacobian.T @ jacobian @ case.w.ravel())
+        assert operations(product) == ["Allgatherv"] * (2 * steps if size > 1 else 0)
+        frames = []
+        sys.setprofile(lambda frame, event, _, frames=frames: frames.append(frame.f_code) if event == "call" else None)
+        try:
+            product()
+        finally:
+            sys.setprofile(None)
+        called.append(len(frames))
+    assert called[1] - called[0] <= 12 * (12 - 4) * 2
 
 
 @pytest.mark.skipif("MPI.COMM_WORLD.size == 1")

@@ -1,14 +1,17 @@
 """Loops that run a short program many times, beside the same loop written out with plain autograd and messages."""
 
+import sys
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.programs import function
+from mpiad.programs.repeated_calls import RepeatedProgram
 from mpiad.pytrees import flatten
 from mpiad.timestepping import CheckpointSchedule, scan, stepping
+from mpiad.timestepping.checkpoints import Reverse, actions, schedule_of
 
 COMM = MPI.COMM_WORLD
 STEPS, CELLS = 23, 4
@@ -51,16 +54,17 @@ def written_out(u, forces, speed, a):
 
 @pytest.fixture
 def repetitions(monkeypatch):
-    """The numbers of calls that were repeated together; programs have at most four steps."""
-    found, repeated = [], function.called_repeatedly
+    """The numbers of calls that were repeated together, and of their steps; programs have at most four steps."""
+    found = []
+    for name, run in [(name, getattr(RepeatedProgram, name)) for name in ("called", "recorded")]:
 
-    def noted(cache, repetition, leaves, compared):
-        made = repeated(cache, repetition, leaves, compared)
-        if made is not None:
-            found.append((repetition.calls, repetition.steps))
-        return made
+        def noted(program, first, calls, *rest, run=run):
+            made = run(program, first, calls, *rest)
+            if made is not None:
+                found.append((calls, program.steps))
+            return made
 
-    monkeypatch.setattr(function, "called_repeatedly", noted)
+        monkeypatch.setattr(RepeatedProgram, name, noted)
     monkeypatch.setattr(stepping, "_MAX_STEPS", 4)
     return found
 
@@ -83,6 +87,27 @@ def test_gradients(repetitions, argnum, checkpoints):
         # The first program starts from a state that is constant unless it is a variable; two steps run one by one.
         assert repetitions[0] in [(7, 3), (6, 3)]
         assert repetitions[1:] == [(1, 1)] * 2
+
+
+@pytest.mark.serial
+@pytest.mark.unguarded
+def test_calls_of_python_per_block():
+    """Programs are prepared once per pass, so that blocks of steps that are run again and reversed take few calls."""
+    local, called, blocks = mpiad.jit(lambda u, a: u * (1.0 - 0.1 * a) + 0.01 * anp.sin(u), strict=True), [], []
+    for steps in (24, 120):
+        gradient = mpiad.grad(lambda u, n=steps: anp.sum(scan(lambda u, k, a: local(u, a), u, n, 0.5, checkpoints=4)))
+        for _ in range(3):
+            gradient(START)
+        frames = []
+        sys.setprofile(lambda frame, event, _, frames=frames: frames.append(frame.f_code) if event == "call" else None)
+        try:
+            gradient(START)
+        finally:
+            sys.setprofile(None)
+        called.append(len(frames))
+        blocks.append(sum(isinstance(action, Reverse) for action in actions(steps, schedule_of(4, steps))))
+    assert blocks == [6, 30]
+    assert called[1] - called[0] <= 100 * (blocks[1] - blocks[0])
 
 
 @pytest.mark.parametrize("checkpoints", [None, 3])

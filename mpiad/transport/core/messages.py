@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -300,6 +300,13 @@ def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: i
         channel.data.Bcast(message, root)
 
     return Prepared(bcast)
+
+
+def prepared_gather(channel: Channel, array: np.ndarray, out: np.ndarray, counts: list[int]) -> Prepared:
+    """Return the ranks' small arrays, of these sizes, one after the other in `out`, on all ranks."""
+    sent, (_, _, datatype) = as_message(array), as_message(out)
+    received = [out, counts, list(accumulate(counts[:-1], initial=0)), datatype]
+    return Prepared(lambda: channel.data.Allgatherv(sent, received))
 
 
 # Messages that MPI buffers at once, so that a send doesn't wait for its receiver: Open MPI's limit on a node is 4 KiB with
