@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval, isbox
+from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
@@ -248,25 +249,20 @@ def _over_ranks(
             share = _ensemble(options, compiler, range(first + 1, last + 1), key, options.progress and channel.rank == 0)
     except FAILURES as error:  # raised on all ranks together
         share = error
-    traced = not isinstance(share, BaseException) and isbox(share.u_end)
     digest = digest_of(problem, options.events)
-    report = RankReport(bool(compiler.kernels), traced, compiler.warnings, digest, compiler.not_finite)
+    report = RankReport(bool(compiler.kernels), compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
     times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
     compared = partial(compared_parts, problem, options.events)
-    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times)
-    compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
-    compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
-    # All ranks compute the shares of the next solve from the same numbers of steps.
-    components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
-    mpi.remember(
-        tries,
-        components,
-        any(other.compiled for other in outcomes.reports),
-        any(other.traced for other in outcomes.reports),
-    )
-    compiler.record(tries)
     has_outputs = problem.output_func is not None or problem.reduction is not None
+    states = () if not mpi.gather else ("u_end",) if has_outputs else ("u_end", "u")
+    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times, states)
+    compiler.not_finite = outcomes.not_finite
+    compiler.log_warnings(outcomes.warnings, channel.rank)
+    # All ranks compute the shares of the next solve from the same numbers of steps.
+    components, tries = prod(share.u_end.shape[1:]), outcomes.naccept + outcomes.nreject
+    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    compiler.record(tries)
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
     outputs = None
@@ -460,9 +456,10 @@ def solved_with_events(
         """Return the roots of conditions and the given times that have passed, with derivatives for traced times."""
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        rows = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
-        passed = times.passed(outcome.slots)
-        if passed.size:
+        rows, passed = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])]), times.passed(outcome.slots)
+        if not table.size:
+            rows = passed  # sorted
+        elif passed.size:
             rows = np.concatenate([rows, passed], axis=1)
             # At equal times, roots of conditions come first.
             rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
