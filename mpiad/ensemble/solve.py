@@ -21,7 +21,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
@@ -132,9 +132,9 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
-        at most four numbers, tspan isn't differentiated, and there are no events, otherwise the adjoint. Both give the same
-        result. With events, or with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated
-        number.
+        at most four numbers, tspan isn't differentiated, and all events act at constant times after the start, otherwise
+        the adjoint. Both give the same result. With other events, or with respect to tspan, "tangent" is slow: it repeats
+        the steps once for each differentiated number.
     checkpoints : int, optional
         For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
@@ -448,9 +448,10 @@ def solved_with_events(
             "save_everystep=True. Pass the times as saveat."
         )
     times = GivenTimes(settings.events, batch)
-    begun, acting = started(batch, settings, times)
+    due = times.traced(inputs) if inputs.traced else None
+    begun, acting = started(batch, settings, times, isbox(due))
     outcome = solve(begun, acting)
-    run, due = Run(batch, settings, outcome), times.traced(inputs) if inputs.traced else None
+    run = Run(batch, settings, outcome)
 
     def events(reached: Array = None, crossed: Array = None) -> EventRows:
         """Return the roots of conditions and the given times that have passed, with derivatives for traced times."""
@@ -477,8 +478,11 @@ def solved_with_events(
     return replace(sol, dense=DenseOutput(begun, acting, outcome, inputs)) if dense else sol
 
 
-def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
-    """Apply the events at the start; return the batch of the states after them, and the settings of the solve."""
+def started(batch: Batch, settings: Settings, times: GivenTimes, varies: bool) -> tuple[Batch, Settings]:
+    """Apply the events at the start; return the batch of the states after them, and the settings of the solve.
+
+    `varies`: whether the given times have derivatives.
+    """
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -488,6 +492,7 @@ def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch,
     ended = columns.codes != MOVING
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
-    acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
+    varies = varies or bool(jumps) or bool(ended.any())
+    acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else (), varies=varies)
     events = tuple(settings.events[e] for e in acting.conditions)
     return batch, settings._replace(events=events, acting=acting)
