@@ -48,6 +48,7 @@ class _Header(NamedTuple):
     converged: int = 0  # whether a reduction ended the solve
     compiled: int = 0
     traced: int = 0
+    timed: int = 0  # whether the times of events have derivatives
     on_device: int = 0
     has_texts: int = 0  # whether there are warnings, or texts about failures
 
@@ -175,6 +176,7 @@ def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
         converged=share.converged,
         compiled=report.compiled,
         traced=isbox(share.u_end),
+        timed=isbox(share.t_reached),
         on_device=is_device_array(getval(share.u_end)),
         has_texts=bool(report.warnings or report.not_finite),
     )

@@ -39,22 +39,21 @@ def gathered(
     share: EnsembleSolution,
     outcomes: RankOutcomes,
     start: Callable[[], Array] | None,
-    timed: bool,
     u: object,
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective. `u`: the results of a reduction, or None."""
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
-    # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
+    # `start` returns all initial states, shape (d, N).
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share, "u_end", outcomes)}
     events = outcomes.events
-    if len(events.ids) and outcomes.any("traced"):  # with differentiable times
+    if len(events.ids) and outcomes.any("timed"):
         counts = [header.event_rows for header in outcomes.headers]
         events = events._replace(times=gather_pieces(share._event_rows.times, 0, counts, channel))
     fields |= {"_event_rows": events, "converged": outcomes.any("converged")}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
-    if timed and outcomes.any("traced"):
+    if outcomes.any("timed"):
         sol.t_reached = gather_pieces(share.t_reached, 0, outcomes.counts, channel)
     if u is not None:
         sol.u = u

@@ -273,7 +273,7 @@ def _over_ranks(
             outputs = combined(problem, parts, count)
     # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
-    return gathered(channel, mpi.comm, share, outcomes, start, bool(options.events), outputs)
+    return gathered(channel, mpi.comm, share, outcomes, start, outputs)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: int, progress: bool) -> EnsembleSolution:
@@ -465,7 +465,7 @@ def solved_with_events(
             # At equal times, roots of conditions come first.
             rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
         (ids, event, source), when = rows[[0, 1, 3]].astype(int), rows[2]
-        if due is not None:
+        if due is not None and crossed is not None:
             place_of_due = len(crossed) + (-1 - source) * due.shape[1] + ids
             places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
             every = concatenate([crossed, anp.reshape(due, (-1,))])

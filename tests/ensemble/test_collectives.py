@@ -17,6 +17,7 @@ from mpiad.transport import channel
 RHO = np.linspace(0, 21, 29)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
 DOSE = Event(times=lambda p: [0.3], affect=lambda u, p, t: [u[0] + 1.0, u[1], u[2]])
+MOVING_DOSE = Event(times=lambda p: [0.3 + 0 * p[0]], affect=DOSE.affect)
 KERNELS = [False, True]
 
 
@@ -94,8 +95,13 @@ def test_few(arguments, most, compile, counted, size):
 
 @pytest.mark.parametrize(
     "arguments, events, traced",
-    [({}, 0, 1), ({"saveat": 0.25}, 0, 2), ({"saveat": 0.25, "events": DOSE}, 1, 4)],
-    ids=["ends", "saveat", "doses"],
+    [
+        ({}, 0, 1),
+        ({"saveat": 0.25}, 0, 2),
+        ({"saveat": 0.25, "events": DOSE}, 1, 2),
+        ({"saveat": 0.25, "events": MOVING_DOSE}, 1, 4),
+    ],
+    ids=["ends", "saveat", "doses", "doses at differentiated times"],
 )
 def test_one_message_each_for_arguments_choice_header_and_results(arguments, events, traced, counted):
     comm, calls = counted
@@ -108,7 +114,7 @@ def test_one_message_each_for_arguments_choice_header_and_results(arguments, eve
         # The results of all trajectories come in one message, the events, whose number differs, in another.
         every = ["Allgather", *choice, "Allgather", "Allgatherv", *["Allgatherv"] * events]
         assert calls(run) == every
-    # Traced results: the two states, and, if there are events, the final times and those of the events.
+    # Traced results: the states, and, if they have derivatives, the final times and those of the events.
     gradient = calls(lambda: mpiad.grad(loss, shared=True, comm=comm)(RHO, way, compile=True, **arguments))
     assert gradient.count("Allgatherv") == 1 + events + traced and "allgather" not in gradient
 
