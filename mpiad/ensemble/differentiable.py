@@ -171,7 +171,8 @@ def differentiable(
         return at_ends(sol, lambda: batch.u0, anp.reshape(part(1), shape))
     # A program reads few of the results, and each one that it reads takes several operations.
     later: dict[str, Callable[[], object]] = {"u_end": lambda: anp.reshape(part(1), shape)}
-    if run.settings.events:
+    # If the kernel has propagated the tangents of the states, events occur at constant times.
+    if run.settings.events and run.outcome.carried is None:
 
         def of_table() -> EventRows:
             ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]

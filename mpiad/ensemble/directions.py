@@ -63,7 +63,13 @@ def _by_seeds(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[A
         return None
     m = len(next(iter(tangents.values())))
     end, saved = run.outcome.carried
-    return [saved[:m], np.moveaxis(end[:m], 1, 2)]
+    return [saved[:m], np.moveaxis(end[:m], 1, 2), *_constant_times(run, m)]
+
+
+def _constant_times(run: Run, m: int) -> list[Array]:
+    """Return the tangents of the times of events if the forward kernel has propagated those of states."""
+    times = (run.event_times.reached, run.event_times.crossed) if run.settings.events else ()
+    return [np.zeros((m, *x.shape)) for x in times]
 
 
 def _by_carried_tangents(
@@ -79,12 +85,12 @@ def _by_carried_tangents(
     factors = [row for k in sorted(tangents) for row in _factors(run, k, args[k], tangents[k])]
     m = len(factors[0])
     if m == len(factors) and all((row == unit[:, None]).all() for row, unit in zip(factors, np.eye(m))):
-        return list(results)
+        return [*results, *_constant_times(run, m)]
     totals: list[Sequence[Array]] = []
     for part in results:
         terms = (row.reshape(*row.shape, *[1] * (part.ndim - 2)) * along for row, along in zip(factors, part))
         totals.append(reduce(np.add, terms))
-    return totals
+    return [*totals, *_constant_times(run, m)]
 
 
 def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:
@@ -97,7 +103,7 @@ def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:
 def carried_parts(run: Run, argnums: Iterable[int]) -> tuple[Array, Array] | None:
     """Return the result of `carried_tangents` for single numbers of the arguments; None if some are missing."""
     solver, wanted = run.outcome.solver, set(argnums)
-    if solver is None or run.settings.events or not wanted.isdisjoint(TIMES):
+    if solver is None or not wanted.isdisjoint(TIMES):
         return None
     return carried_tangents(solver, run, U0 in wanted, [k - LEAVES for k in sorted(wanted - {U0})])
 
@@ -194,7 +200,7 @@ def contracted(
 
 
 def product_per_trajectory(
-    run: Run, seeds: Seeds, saved: Array | None, end: Array, times: Array = None, crossed: Array = None
+    run: Run, seeds: Seeds, saved: Array | None, end: Array, times: Array | float = 0.0, crossed: Array | float = 0.0
 ) -> Array:
     """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,)."""
     # Only results with cotangents need tangents: `saved`, (N, n_saved, d), `end`, (N, d), `times`, (N,), `crossed`, (m,).

@@ -267,7 +267,7 @@ class SensitivitySolve:
             check_schedules(times, batch, settings.saveat, self._first)
             self._checked = True
         plan = self._compiler.plan(batch, settings, traced)
-        begun = (batch, settings) if times is None else started(batch, settings, times)
+        begun = (batch, settings) if times is None else started(batch, settings, times, isbox(due))
         outcome = self._compiler.run_planned(plan, *begun, traced)
         tangents = {k: gs for k, gs in enumerate(along) if gs is not None and any(g is not None for g in gs)}
         saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)

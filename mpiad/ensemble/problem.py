@@ -194,19 +194,23 @@ def arrays_of_rows(problem: EnsembleProblem) -> dict[str, Array]:
     return {name: rows for name in ("u0", "p", "tspan") if (rows := getattr(problem, name)) is not None}
 
 
-def compared_parts(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, list[object]]:
-    """Return what ranks compare, by name: code, values it reads, and arrays (on a device only shape and dtype)."""
+def _compared(problem: ODEProblem | EnsembleProblem, events: Sequence[Any]) -> dict[str, object]:
     ode = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan of the problem": ode.tspan, "p of the problem": ode.p}
     if ode is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p", "tspan")}
     parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
-    return {name: _comparable(part) for name, part in parts.items()}
+    return parts
+
+
+def compared_parts(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, list[object]]:
+    """Return what ranks compare, by name: code, values it reads, and arrays (on a device only shape and dtype)."""
+    return {name: _comparable(part) for name, part in _compared(problem, events).items()}
 
 
 def digest_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> int:
     """Return one digest of all `compared_parts`."""
-    return fingerprint(*[x for name, parts in compared_parts(problem, events).items() for x in (name, *parts)])
+    return fingerprint(*_comparable(list(_compared(problem, events).values())))
 
 
 def _comparable(part: object) -> list[object]:

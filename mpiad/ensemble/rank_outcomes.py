@@ -1,106 +1,113 @@
-"""The outcomes of the trajectories of all ranks, which exchange a few bytes per trajectory."""
+"""The outcomes of the trajectories of all ranks, and their untraced results, in two messages.
+
+The first has a fixed length: a few numbers per rank, among them the numbers that determine the layout of the second, which
+has one record per trajectory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Shape
-from mpiad.ensemble.batch import same_for_all
+from mpiad._typing import Array
 from mpiad.ensemble.events import NO_EVENTS, EventRows
 from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.collectives import gather_in_place
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class RankReport(NamedTuple):
     """What ranks must know about each other's solves, besides the outcomes."""
 
     compiled: bool
-    traced: bool
     warnings: str  # about f, for the log
     digest: int  # of the arguments
     not_finite: dict[int, str]  # for some trajectories that failed at the start: see `not_finite_entry`
 
 
-class _Share(NamedTuple):
-    """The data that a rank sends about its trajectories."""
+class _Header(NamedTuple):
+    """The numbers that a rank sends first; all zero but `failed` if its solve raised an exception."""
 
-    count: int
-    kind: tuple[Shape, np.dtype]  # shape and dtype of a state
-    times: int  # a fingerprint of the saved times if they are the same for all trajectories, else 0
-    accepted: Array  # numbers of steps, in as few bytes as possible
-    rejected: Array
-    calls: Array | None  # numbers of calls of f, sent if events occurred, after which f is called again
-    codes: Array  # return codes; a single number if all are Success
-    reached: Array  # final times; a single number if all are equal
-    events: EventRows  # with untraced times
-    converged: bool  # whether a reduction ended the solve
-    ends: bool  # whether only initial and final states are saved
-    report: RankReport
+    failed: int = 0
+    digest: int = 0
+    kind: int = 0  # a fingerprint of the shape and dtype of a state
+    times: int = 0  # a fingerprint of the saved times if they are the same for all trajectories, else 0
+    width: int = 0  # the number of saved times
+    count: int = 0  # of trajectories
+    tries: int = 0  # the largest number of steps of a trajectory
+    event_rows: int = 0  # the number of events that occurred
+    ends: int = 0  # whether only initial and final states are saved
+    converged: int = 0  # whether a reduction ended the solve
+    compiled: int = 0
+    traced: int = 0
+    timed: int = 0  # whether the times of events have derivatives
+    on_device: int = 0
+    has_texts: int = 0  # whether there are warnings, or texts about failures
 
 
-def _joined(name: str, dtype: type) -> cached_property[Array]:
-    """Return an attribute, computed on first access: the attribute `name` of all trajectories, shape (N,)."""
-
-    def joined(self: RankOutcomes) -> Array:
-        return np.concatenate([np.broadcast_to(getattr(share, name), share.count) for share in self.shares], dtype=dtype)
-
-    return cached_property(joined)
+_EVENTS = np.dtype([("ids", int), ("events", int), ("times", float)])
 
 
 @dataclass(frozen=True)
 class RankOutcomes:
     """The outcomes of the trajectories of all ranks: the same on all ranks."""
 
-    shares: list[_Share]
+    headers: list[_Header]
+    # Shape (N,): the return code, the numbers of accepted and rejected steps, and the final time; the number of calls of f
+    # if events occurred, after which f is called again; if requested, untraced and on the host, `u_end` and saved states.
+    records: np.ndarray
     t: Array  # the saved times, shape (n_saved,) or (N, n_saved)
+    events: EventRows  # with untraced times; empty if the states of all ranks aren't requested
+    warnings: list[str]  # of all ranks
+    not_finite: dict[int, str]
     calls: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
-    codes = _joined("codes", np.int8)  # the numbers of the return codes
-    t_reached = _joined("reached", float)  # the final times
-    naccept = _joined("accepted", np.int64)  # the numbers of accepted steps
-    nreject = _joined("rejected", np.int64)  # the numbers of rejected steps
-
-    @property
-    def reports(self) -> list[RankReport]:
-        """The reports of all ranks."""
-        return [share.report for share in self.shares]
-
-    @property
-    def converged(self) -> bool:
-        """Whether a reduction ended the solve of any rank."""
-        return any(share.converged for share in self.shares)
+    def any(self, name: str) -> bool:
+        """Return whether a number of the headers isn't zero on any rank."""
+        return any(getattr(header, name) for header in self.headers)
 
     @property
     def counts(self) -> list[int]:
         """The number of trajectories per rank."""
-        return [share.count for share in self.shares]
+        return [header.count for header in self.headers]
 
     @property
     def ends(self) -> bool:
         """Whether only initial and final states are saved."""
-        return all(share.ends for share in self.shares)
+        return all(header.ends for header in self.headers)
 
     @property
-    def events(self) -> EventRows:
-        """The events of all trajectories, with untraced times."""
-        groups = [share.events for share in self.shares]
-        return EventRows.joined(groups, self.counts) if any(len(group.ids) for group in groups) else NO_EVENTS
+    def codes(self) -> Array:
+        """The numbers of the return codes, shape (N,)."""
+        return self.records["code"].copy()
+
+    @property
+    def t_reached(self) -> Array:
+        """The final times, shape (N,)."""
+        return self.records["t_reached"].copy()
+
+    @property
+    def naccept(self) -> Array:
+        """The numbers of accepted steps, shape (N,)."""
+        return self.records["naccept"].astype(np.int64)
+
+    @property
+    def nreject(self) -> Array:
+        """The numbers of rejected steps, shape (N,)."""
+        return self.records["nreject"].astype(np.int64)
 
     @property
     def nf(self) -> Array:
         """Numbers of calls of f, shape (N,)."""
-        computed = np.split(self.calls(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
-        calls_of_ranks = [share.calls if share.calls is not None else calls for share, calls in zip(self.shares, computed)]
-        return np.concatenate(calls_of_ranks)
+        return self.records["nf"].copy() if self.any("event_rows") else self.calls(self.naccept, self.nreject)
 
     @property
     def survivors(self) -> Array:
@@ -119,58 +126,106 @@ def outcomes_of_all(
     calls: Callable[[Array, Array], Array],
     report: RankReport,
     compared: Callable[[], dict[str, list[object]]],
-    times: Array | None = None,
+    times: Array | None,
+    states: tuple[str, ...],
 ) -> tuple[EnsembleSolution, RankOutcomes]:
     """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective.
 
     ``compared()`` returns the arguments of the digest, by name.
     `times`: the saved times of all trajectories, shape (N, n_saved), if they are known.
+    `states`: the names of the solution's states that all ranks request.
     """
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     # One digest is sent; those of the single arguments are sent if it differs.
-    if isinstance(share, BaseException):
-        channel.data.allgather(None)
-        raise_first(channel, share)
-    shares = channel.data.allgather(_share_of(share, report))
-    if any(other is None for other in shares):
-        raise_first(channel, None)
-    check_alike([other.kind for other in shares], "ranks")
-    rank = next((rank for rank, other in enumerate(shares) if other.report.digest != shares[0].report.digest), 0)
+    header = _Header(failed=1) if isinstance(share, BaseException) else _header_of(share, report)
+    every = np.empty((channel.size, len(header)), np.int64)
+    channel.data.Allgather(np.array(header, np.int64), every)
+    headers = [_Header(*row) for row in every.tolist()]
+    if isinstance(share, BaseException) or any(other.failed for other in headers):
+        raise_first(channel, share if isinstance(share, BaseException) else None)
+    if any(other.kind != header.kind for other in headers):
+        check_alike(channel.data.allgather((share.u_end.shape[1:], share.u_end.dtype)), "ranks")
+    rank = next((rank for rank, other in enumerate(headers) if other.digest != headers[0].digest), 0)
     if rank:
         digests = channel.data.allgather({name: fingerprint(*parts) for name, parts in compared().items()})
         names = [name for name, digest in digests[rank].items() if digest != digests[0].get(name)]
         text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
         advice = "Draw random numbers with one seed, or broadcast them."
         raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
-    return share, RankOutcomes(shares, _times(channel, share, shares) if times is None else times, calls)
+    warnings, not_finite = [""] * channel.size, {}
+    if any(other.has_texts for other in headers):
+        texts = channel.data.allgather((report.warnings, report.not_finite))
+        warnings, not_finite = [text for text, _ in texts], {k: text for _, one in texts for k, text in one.items()}
+    records, events = _records(channel, share, headers, states), NO_EVENTS
+    if states and any(other.event_rows for other in headers):
+        events = _events(channel, share, headers)
+    t = _times(channel, share, headers) if times is None else times
+    return share, RankOutcomes(headers, records, t, events, warnings, not_finite, calls)
 
 
-def _share_of(share: EnsembleSolution, report: RankReport) -> _Share:
-    codes, reached = share.codes, getval(share.t_reached)
-    return _Share(
-        len(share),
-        (share.u_end.shape[1:], share.u_end.dtype),
+def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
+    return _Header(
+        digest=report.digest,
+        kind=fingerprint(share.u_end.shape[1:], share.u_end.dtype.str),
         times=fingerprint(share.t) if share.t.ndim == 1 else 0,
-        accepted=_in_few_bytes(share.naccept),
-        rejected=_in_few_bytes(share.nreject),
-        calls=share.nf if len(share._event_rows.ids) else None,
-        codes=np.asarray(codes, np.int8) if codes.any() else np.int8(0),
-        reached=reached[0] if len(reached) and same_for_all(reached) else reached,
-        events=share._event_rows._replace(times=getval(share._event_rows.times)),
-        converged=share.converged,
+        width=share.t.shape[-1],
+        count=len(share),
+        tries=max(share.naccept.max(initial=0), share.nreject.max(initial=0)),
+        event_rows=len(share._event_rows.ids),
         ends=share._start is not None,
-        report=report,
+        converged=share.converged,
+        compiled=report.compiled,
+        traced=isbox(share.u_end),
+        timed=isbox(share.t_reached),
+        on_device=is_device_array(getval(share.u_end)),
+        has_texts=bool(report.warnings or report.not_finite),
     )
 
 
-def _in_few_bytes(counts: Array) -> Array:
-    return counts.astype(np.min_scalar_type(counts.max(initial=0)))
+def _records(channel: Channel, share: EnsembleSolution, headers: list[_Header], states: tuple[str, ...]) -> np.ndarray:
+    """Return the records of all trajectories; collective."""
+    shape, steps = share.u_end.shape[1:], np.min_scalar_type(max(header.tries for header in headers))
+    fields: list[Any] = [("t_reached", float)]
+    # Traced states, and those on devices, are gathered by operations that have derivatives, or copy between devices.
+    if not any(header.traced or header.on_device for header in headers):
+        width = max(header.width for header in headers)
+        shapes = {"u_end": shape, "u": (width, *shape)}
+        ends = all(header.ends for header in headers)  # then the saved states are known without a message
+        fields += [(name, share.u_end.dtype, shapes[name]) for name in states if name == "u_end" or not ends]
+    if any(header.event_rows for header in headers):
+        fields.append(("nf", np.int64))
+    fields += [("naccept", steps), ("nreject", steps), ("code", np.int8)]
+    values = {name: getval(getattr(share, "codes" if name == "code" else name)) for name, *_ in fields}
+    return _gathered(channel, np.dtype(fields, align=True), [header.count for header in headers], values)
 
 
-def _times(channel: Channel, share: EnsembleSolution, shares: list[_Share]) -> Array:
-    if shares[0].times and all(other.times == shares[0].times for other in shares):
+def _events(channel: Channel, share: EnsembleSolution, headers: list[_Header]) -> EventRows:
+    """Return the events of all trajectories, with untraced times; collective."""
+    ids, events, times = share._event_rows
+    first = sum(header.count for header in headers[: channel.rank])
+    values = {"ids": ids + first, "events": events, "times": getval(times)}
+    rows = _gathered(channel, _EVENTS, [header.event_rows for header in headers], values)
+    return EventRows(*(rows[name] for name in _EVENTS.names or ()))
+
+
+def _gathered(channel: Channel, kind: np.dtype, counts: list[int], values: dict[str, Array]) -> np.ndarray:
+    """Return the records of all ranks, given the fields of this rank's records; collective."""
+    records, first = np.empty(sum(counts), kind), sum(counts[: channel.rank])
+    mine = records[first : first + counts[channel.rank]]
+    for name, value in values.items():
+        field = mine[name]
+        if field.shape != value.shape:  # other ranks have more saved times
+            field[...] = np.nan
+            field = field[:, : value.shape[1]]
+        field[...] = value
+    gather_in_place(channel, records, counts)
+    return records
+
+
+def _times(channel: Channel, share: EnsembleSolution, headers: list[_Header]) -> Array:
+    if headers[0].times and all(other.times == headers[0].times for other in headers):
         return share.t
     # The times of ranks without trajectories are ignored.
-    times = [(t, other.count) for t, other in zip(channel.data.allgather(share.t), shares)]
+    times = [(t, other.count) for t, other in zip(channel.data.allgather(share.t), headers)]
     busy = [pair for pair in times if pair[1]] or times[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

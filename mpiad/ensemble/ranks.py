@@ -39,34 +39,42 @@ def gathered(
     share: EnsembleSolution,
     outcomes: RankOutcomes,
     start: Callable[[], Array] | None,
-    timed: bool,
     u: object,
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective. `u`: the results of a reduction, or None."""
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
-    # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
+    # `start` returns all initial states, shape (d, N).
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share.u_end, outcomes)}
+    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share, "u_end", outcomes)}
     events = outcomes.events
-    if len(events.ids) and any(report.traced for report in outcomes.reports):  # with differentiable times
-        events = events._replace(times=mpi_allgather(share._event_rows.times, axis=0, comm=channel.user))
-    fields |= {"_event_rows": events, "converged": outcomes.converged}
+    if len(events.ids) and outcomes.any("timed"):
+        counts = [header.event_rows for header in outcomes.headers]
+        events = events._replace(times=gather_pieces(share._event_rows.times, 0, counts, channel))
+    fields |= {"_event_rows": events, "converged": outcomes.any("converged")}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
-    if timed:
-        sol.t_reached = _collected(channel, share.t_reached, outcomes)
+    if outcomes.any("timed"):
+        sol.t_reached = gather_pieces(share.t_reached, 0, outcomes.counts, channel)
     if u is not None:
         sol.u = u
         return sol
     if not outcomes.ends or share._start is None:
-        sol.u = _collected(channel, widened(share.u, outcomes.t.shape[-1]), outcomes)
+        sol.u = _collected(channel, share, "u", outcomes)
         return sol
     # u0 is computed now, since a program may change the problem's arrays before it reads sol.u.
-    u0 = _collected(channel, share._start(), outcomes, axis=1) if start is None else start()
+    u0 = _pieces(channel, share._start(), outcomes, 1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
 
-def _collected(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0) -> Array:
+def _collected(channel: Channel, share: EnsembleSolution, name: str, outcomes: RankOutcomes) -> Array:
+    """Return the states `name` of all trajectories; collective unless they came with the outcomes."""
+    if name in (outcomes.records.dtype.names or ()):
+        return outcomes.records[name]
+    states = getattr(share, name)
+    return _pieces(channel, widened(states, outcomes.t.shape[-1]) if name == "u" else states, outcomes, 0)
+
+
+def _pieces(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int) -> Array:
     if is_device_array(getval(x)):
         return mpi_allgather(x, axis=axis, comm=channel.user)
     return gather_pieces(x, axis, outcomes.counts, channel)

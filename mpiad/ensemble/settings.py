@@ -41,6 +41,7 @@ class Acting(NamedTuple):
     first: Array  # index of the first given time after the start, int, shape (N,)
     codes: Array  # int, shape (N,); the return codes of trajectories that events at the start have ended, else MOVING
     started: tuple[Jump, ...]  # the state changes at the start
+    varies: bool = False  # whether states change at the start, or given times have derivatives
 
     @property
     def conditions(self) -> tuple[int, ...]:
@@ -57,7 +58,8 @@ class Acting(NamedTuple):
         first, stop, _ = rows.indices(len(self.first))
         masks = [(jump.ids >= first) & (jump.ids < stop) for jump in self.started]
         started = tuple(jump.chosen(mask)._replace(ids=jump.ids[mask] - first) for jump, mask in zip(self.started, masks))
-        return Acting(self.events, self.times[:, rows], self.kinds[:, rows], self.first[rows], self.codes[rows], started)
+        of_rows = self.times[:, rows], self.kinds[:, rows], self.first[rows], self.codes[rows]
+        return Acting(self.events, *of_rows, started, self.varies)
 
 
 class Settings(NamedTuple):

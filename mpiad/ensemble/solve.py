@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import autograd.numpy as anp
@@ -131,9 +132,9 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
-        at most four numbers, tspan isn't differentiated, and there are no events, otherwise the adjoint. Both give the same
-        result. With events, or with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated
-        number.
+        at most four numbers, tspan isn't differentiated, and all events act at constant times after the start, otherwise
+        the adjoint. Both give the same result. With other events, or with respect to tspan, "tangent" is slow: it repeats
+        the steps once for each differentiated number.
     checkpoints : int, optional
         For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
@@ -248,25 +249,20 @@ def _over_ranks(
             share = _ensemble(options, compiler, range(first + 1, last + 1), key, options.progress and channel.rank == 0)
     except FAILURES as error:  # raised on all ranks together
         share = error
-    traced = not isinstance(share, BaseException) and isbox(share.u_end)
     digest = digest_of(problem, options.events)
-    report = RankReport(bool(compiler.kernels), traced, compiler.warnings, digest, compiler.not_finite)
+    report = RankReport(bool(compiler.kernels), compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
     times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
     compared = partial(compared_parts, problem, options.events)
-    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times)
-    compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
-    compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
-    # All ranks compute the shares of the next solve from the same numbers of steps.
-    components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
-    mpi.remember(
-        tries,
-        components,
-        any(other.compiled for other in outcomes.reports),
-        any(other.traced for other in outcomes.reports),
-    )
-    compiler.record(tries)
     has_outputs = problem.output_func is not None or problem.reduction is not None
+    states = () if not mpi.gather else ("u_end",) if has_outputs else ("u_end", "u")
+    share, outcomes = outcomes_of_all(channel, share, calls, report, compared, times, states)
+    compiler.not_finite = outcomes.not_finite
+    compiler.log_warnings(outcomes.warnings, channel.rank)
+    # All ranks compute the shares of the next solve from the same numbers of steps.
+    components, tries = prod(share.u_end.shape[1:]), outcomes.naccept + outcomes.nreject
+    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    compiler.record(tries)
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
     outputs = None
@@ -277,7 +273,7 @@ def _over_ranks(
             outputs = combined(problem, parts, count)
     # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
-    return gathered(channel, mpi.comm, share, outcomes, start, bool(options.events), outputs)
+    return gathered(channel, mpi.comm, share, outcomes, start, outputs)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: int, progress: bool) -> EnsembleSolution:
@@ -452,22 +448,24 @@ def solved_with_events(
             "save_everystep=True. Pass the times as saveat."
         )
     times = GivenTimes(settings.events, batch)
-    begun, acting = started(batch, settings, times)
+    due = times.traced(inputs) if inputs.traced else None
+    begun, acting = started(batch, settings, times, isbox(due))
     outcome = solve(begun, acting)
-    run, due = Run(batch, settings, outcome), times.traced(inputs) if inputs.traced else None
+    run = Run(batch, settings, outcome)
 
     def events(reached: Array = None, crossed: Array = None) -> EventRows:
         """Return the roots of conditions and the given times that have passed, with derivatives for traced times."""
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        rows = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
-        passed = times.passed(outcome.slots)
-        if passed.size:
+        rows, passed = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])]), times.passed(outcome.slots)
+        if not table.size:
+            rows = passed  # sorted
+        elif passed.size:
             rows = np.concatenate([rows, passed], axis=1)
             # At equal times, roots of conditions come first.
             rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
         (ids, event, source), when = rows[[0, 1, 3]].astype(int), rows[2]
-        if due is not None:
+        if due is not None and crossed is not None:
             place_of_due = len(crossed) + (-1 - source) * due.shape[1] + ids
             places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
             every = concatenate([crossed, anp.reshape(due, (-1,))])
@@ -480,8 +478,11 @@ def solved_with_events(
     return replace(sol, dense=DenseOutput(begun, acting, outcome, inputs)) if dense else sol
 
 
-def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
-    """Apply the events at the start; return the batch of the states after them, and the settings of the solve."""
+def started(batch: Batch, settings: Settings, times: GivenTimes, varies: bool) -> tuple[Batch, Settings]:
+    """Apply the events at the start; return the batch of the states after them, and the settings of the solve.
+
+    `varies`: whether the given times have derivatives.
+    """
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -491,6 +492,7 @@ def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch,
     ended = columns.codes != MOVING
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
-    acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
+    varies = varies or bool(jumps) or bool(ended.any())
+    acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else (), varies=varies)
     events = tuple(settings.events[e] for e in acting.conditions)
     return batch, settings._replace(events=events, acting=acting)

@@ -17,6 +17,7 @@ from mpiad.transport import channel
 RHO = np.linspace(0, 21, 29)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
 DOSE = Event(times=lambda p: [0.3], affect=lambda u, p, t: [u[0] + 1.0, u[1], u[2]])
+MOVING_DOSE = Event(times=lambda p: [0.3 + 0 * p[0]], affect=DOSE.affect)
 KERNELS = [False, True]
 
 
@@ -93,11 +94,16 @@ def test_few(arguments, most, compile, counted, size):
 
 
 @pytest.mark.parametrize(
-    "arguments, states",
-    [({}, 1), ({"saveat": 0.25}, 2), ({"saveat": 0.25, "events": DOSE}, 3)],
-    ids=["ends", "saveat", "doses"],
+    "arguments, events, traced",
+    [
+        ({}, 0, 1),
+        ({"saveat": 0.25}, 0, 2),
+        ({"saveat": 0.25, "events": DOSE}, 1, 2),
+        ({"saveat": 0.25, "events": MOVING_DOSE}, 1, 4),
+    ],
+    ids=["ends", "saveat", "doses", "doses at differentiated times"],
 )
-def test_one_message_each_for_arguments_choice_and_outcomes(arguments, states, counted):
+def test_one_message_each_for_arguments_choice_header_and_results(arguments, events, traced, counted):
     comm, calls = counted
     way = EnsembleMPI(comm=comm)
     for compile in ("auto", True):
@@ -105,8 +111,12 @@ def test_one_message_each_for_arguments_choice_and_outcomes(arguments, states, c
         run()
         # The choice of arrays, and the vote on giving them up.
         choice = ["Allgather", "Allreduce"] if compile == "auto" else []
-        # The states, and the final times if there are events, are gathered one array at a time.
-        assert calls(run) == ["Allgather", *choice, "allgather", *["Allgatherv"] * states]
+        # The results of all trajectories come in one message, the events, whose number differs, in another.
+        every = ["Allgather", *choice, "Allgather", "Allgatherv", *["Allgatherv"] * events]
+        assert calls(run) == every
+    # Traced results: the states, and, if they have derivatives, the final times and those of the events.
+    gradient = calls(lambda: mpiad.grad(loss, shared=True, comm=comm)(RHO, way, compile=True, **arguments))
+    assert gradient.count("Allgatherv") == 1 + events + traced and "allgather" not in gradient
 
 
 def test_generators_are_compared_with_the_other_arguments(counted):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
 from ode_systems import lorenz
+from scipy.integrate import solve_ivp
 from unrolled_steps import unrolled
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, Tsit5, solve
+from mpiad.ensemble import BS3, RK4, RK45, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, Tsit5, Vern7, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -185,6 +188,76 @@ def test_forward_mode_in_kernels(name, spans, monkeypatch):
         found = call(results(True), x, v)
         np.testing.assert_allclose(found[0], value, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found[1], expected, rtol=1e-8, atol=1e-9 * np.abs(expected).max())
+
+
+# ---- tangents through doses at constant times, compared with complex steps through SciPy's solve
+
+# The second one isn't linear.
+DOSES = [
+    ([0.2, 0.35], lambda u, p, t: [u[0], u[1] + 0.5 * p[1], 0.9 * u[2]]),
+    ([0.35, 0.1], lambda u, p, t: [u[0] + p[0] * t * u[1], 0.1 * u[1] * u[1], u[2]]),
+]
+ACCURATE = {"rtol": 1e-9, "atol": 1e-11}
+FINE = {
+    RK45: ACCURATE,
+    Tsit5: ACCURATE,
+    Vern7: ACCURATE,
+    Rodas5P: ACCURATE,
+    BS3: {"rtol": 1e-10, "atol": 1e-12},
+    Rosenbrock23: ACCURATE,
+    RK4: {"dt": 1e-3},
+}
+INSTANTS = np.array([0.0, 0.05, 0.2, 0.3, 0.5])
+
+
+def dosed(u0, p, doses):
+    """Return the states at the times INSTANTS, after doses, by SciPy."""
+    acting = sorted([(t, n) for n, (times, _) in enumerate(doses) for t in times])
+    u, now, rows = u0, 0.0, {}
+    for t, n in [*acting, (0.5, None)]:
+        if t > now:
+            times = sorted({t, *(x for x in INSTANTS if now <= x <= t)})
+            f = lambda t, u: np.array(lorenz_of_three(u, p, t))  # noqa: E731
+            sol = solve_ivp(f, (now, t), u, "DOP853", times, rtol=1e-12, atol=1e-13)
+            rows |= {x: sol.y[:, k] for k, x in enumerate(times)}
+            u, now = sol.y[:, -1], t
+        if n is not None:
+            u = np.array(doses[n][1](u, p, t))
+            rows |= {x: u for x in INSTANTS if x == t}
+    return np.array([rows[x] for x in INSTANTS])
+
+
+CASES = {alg.__name__: (alg(), False) for alg in FINE} | {"at the start": (Tsit5(), True)}
+
+
+@pytest.mark.parametrize("alg, start", CASES.values(), ids=CASES)
+def test_tangents_through_doses(alg, start, monkeypatch):
+    doses = DOSES if not start else [*DOSES, ([0.0, 0.3], DOSES[1][1])]
+    events = tuple(Event(times=times, affect=affect) for times, affect in doses)
+    x, v = {"u0": draws(3, 3), "p": draws(3, 3, seed=1)}, {"u0": draws(3, 3, seed=2), "p": draws(3, 3, seed=3)}
+
+    def states(x, saved=True):
+        ensemble = EnsembleProblem(ODEProblem(lorenz_of_three, np.ones(3), (0.0, 0.5), np.ones(3)), **x)
+        more = {"saveat": INSTANTS} if saved else {}
+        sol = solve(ensemble, alg, events=events, compile=True, **FINE[type(alg)], **more)
+        return sol.u if saved else sol.u_end
+
+    def along(x, v):
+        rows = zip(x["u0"], x["p"], v["u0"], v["p"])
+        return np.array([dosed(u + 1e-30j * du, p + 1e-30j * dp, doses).imag / 1e-30 for u, p, du, dp in rows])
+
+    expected = along(x, v)
+    units = [along(x, {"u0": np.zeros((3, 3)), "p": np.tile(unit, (3, 1))}) for unit in np.eye(3)]
+    if not start:  # the forward kernel propagates the tangents
+        monkeypatch.setattr("mpiad.ensemble.compiled.kernel_solver.Solver.recorded", None)
+    close = partial(np.testing.assert_allclose, rtol=2e-7, atol=2e-7 * np.abs(expected).max())
+    close(mpiad.jvp(states, x, v)[1], expected)
+    close(mpiad.jvp(partial(states, saved=False), x, v)[1], expected[:, -1])
+    if alg.tableau.implicit:
+        monkeypatch.undo()  # gradients by Rosenbrock methods are computed by an adjoint
+    weights = draws(*expected.shape, seed=4) - 1
+    gradient = mpiad.grad(lambda p: np.sum(weights * states({"u0": x["u0"], "p": p})))(x["p"])
+    close(gradient, np.stack([np.sum(weights * unit, axis=(1, 2)) for unit in units], axis=1))
 
 
 def of_many(u, p, t):

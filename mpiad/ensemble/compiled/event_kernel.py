@@ -459,6 +459,13 @@ def apply_events(
     return code, acted
 
 
+def seeds_of(kernel: Kernel, lane: ForwardLane, j: int) -> Sequence[float]:
+    """Return the tangents of the parameters in direction j, a "seed"."""
+    spec = kernel.spec
+    shared = [kernel.arrays.s[spec.shared + j * spec.wanted_shared + n] for n in range(spec.wanted_shared)]
+    return [*(lane.dp[j, n] for n in range(spec.wanted_varying)), *shared]
+
+
 @inlined
 def load_end(kernel: Kernel, lane: ForwardLane, u: Vector) -> Sequence[float]:
     """Set u to the state after the step, or after the last event, and return the parameters."""
@@ -478,6 +485,19 @@ def apply_affect(kernel: Kernel, lane: ForwardLane, e: int, u: Vector, parameter
         copy(spec, u, w)
         copy(spec, lane.new, w)
     return finite
+
+
+@inlined
+def push_affect(
+    kernel: Kernel, lane: ForwardLane, e: int, u: Vector, parameters: Sequence[float], t: float, j: int
+) -> None:
+    """Propagate the tangent in direction j through an affect at a constant time, given the state before it."""
+    spec, du, out = kernel.spec, state(kernel.spec), state(kernel.spec)
+    copy(spec, du, Row(lane.dnew, j))
+    is_seed = spec.directions[j][0] == "seed"
+    name, seeds = (f"daffect{e}", seeds_of(kernel, lane, j)) if is_seed else (f"df{j}_affect{e}", [])
+    kernel.call(name, (out,), u, parameters, rounded(spec, t), du, *seeds)
+    copy(spec, Row(lane.dnew, j), out)
 
 
 @inlined
@@ -530,6 +550,8 @@ def act_at_times(kernel: Kernel, lane: ForwardLane, i: int, u: Vector, t: float,
         finite = True
         for e in static(spec.affects or ()):
             if kind == e:
+                for j in static(range(len(spec.directions))):
+                    push_affect(kernel, lane, e, u, parameters, t, j)
                 finite = apply_affect(kernel, lane, e, u, parameters, t)
                 if finite and e in spec.ending:
                     code = ReturnCode.Terminated.code

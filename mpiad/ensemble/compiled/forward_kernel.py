@@ -45,6 +45,7 @@ from mpiad.ensemble.compiled.event_kernel import (
     next_goal,
     retake,
     screened,
+    seeds_of,
     set_end_time,
     set_least,
     sign_of,
@@ -434,10 +435,7 @@ def propagate(kernel: Kernel, lane: ForwardLane, step: Step, matrix: Matrix, j: 
     # In this step the last stage's tangent is needed only for states inside the step.
     dnew, last = state(spec), spec.stages - (not spec.inside)
     dk = [state(spec) for _ in range(spec.stages + 1)]
-    seeds = Seeds()
-    if is_seed:
-        shared = [kernel.arrays.s[spec.shared + j * spec.wanted_shared + n] for n in range(spec.wanted_shared)]
-        seeds = Seeds([*(lane.dp[j, n] for n in range(spec.wanted_varying)), *shared])
+    seeds = Seeds(seeds_of(kernel, lane, j)) if is_seed else Seeds()
     if spec.tableau.implicit:
         rosenbrock_tangents(kernel, step, matrix, seeds, du, dnew, dk)
     else:

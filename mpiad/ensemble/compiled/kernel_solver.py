@@ -66,9 +66,10 @@ class Solver:
 
     def _spec_for(self, inputs: Batch) -> KernelSpec:
         """Return the spec of the forward kernel, which propagates tangents of the traced parts of `given` or records."""
-        # With events the end times depend on all inputs.
-        times_vary = isbox(inputs.start) or isbox(inputs.end) or self.settings.events or self.settings.acting is not None
-        spec = self.spec
+        # At roots of conditions the end times depend on all inputs.
+        spec, acting = self.spec, self.settings.acting
+        times_vary = isbox(inputs.start) or isbox(inputs.end) or self.settings.events
+        times_vary = times_vary or (acting is not None and (acting.varies or spec.in_pairs))
         if inputs.traced and not (self.saves_every_step or times_vary):
             if inputs.forward and self.settings.gradient != "adjoint":
                 spec = self._with_seeds(inputs)

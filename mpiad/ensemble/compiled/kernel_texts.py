@@ -126,7 +126,7 @@ def _programs(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
     wrt_time: Wanted = {**wrt, "time": None}
     wrt = wrt_time if spec.timed else wrt
     conditions = [*enumerate(traced.conditions if spec.events else ())]
-    affects: list[tuple[int, Any]] = [(e, traced.affects[e]) for e in spec.jumps or ()]
+    affects: list[tuple[int, Any]] = [(e, traced.affects[e]) for e in spec.jumps or spec.affects or ()]
     if kernel == "reverse":
         programs["g"] = simplify(vjp(program, wrt))
         if spec.tableau.implicit:
@@ -141,10 +141,12 @@ def _programs(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
     for i, (kind, index) in enumerate(spec.directions):
         if kind == "seed":
             programs |= _products(programs, wrt)
+            programs |= {f"daffect{e}": simplify(jvp(affect, wrt)) for e, affect in affects}
             continue
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
-        tangent = jvp(program, {"state": None, "parameter": along})
-        programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
+        for name, function in ((f"df{i}", program), *((f"df{i}_affect{e}", affect) for e, affect in affects)):
+            tangent = jvp(function, {"state": None, "parameter": along})
+            programs[name] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
     programs |= {f"condition{e}": g for e, g in conditions}
     return programs | {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None and spec.affects is not None}
 
@@ -176,7 +178,7 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     names = {"state": state("u", spec.d), "time": ["t"]}
     names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
     names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
-    # The functions df0, df1, … have a constant 1 as the tangent of a parameter.
+    # The functions df0, df1, …, and df0_affect0, … have a constant 1 as the tangent of a parameter.
     seeds = program.groups.get("seed", 0)
     names["seed"] = state("w", min(spec.d, seeds) if name[:2] == "df" and name != "df" else seeds)
     from_array = spec.seeds_array and fused and name.startswith(("df", "djacobian", "dcondition", "daffect"))

@@ -221,6 +221,15 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     return _unpacked(packed, lengths, len(lead))
 
 
+def gather_in_place(channel: Channel, records: np.ndarray, lengths: list[int]) -> None:
+    """Complete a contiguous host array of any dtype, of which each rank has written its part along the first axis."""
+    item = MPI.BYTE.Create_contiguous(records.itemsize * prod(records.shape[1:])).Commit()
+    try:
+        channel.data.Allgatherv(MPI.IN_PLACE, [records.view(np.uint8), lengths, item])
+    finally:
+        item.Free()
+
+
 def scatter(
     channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], piece: Spec, call: str
 ) -> Array:
