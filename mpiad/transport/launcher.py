@@ -59,12 +59,12 @@ def mpiexec_of_library(library: str) -> str:
 
 
 def output_of(*command: str) -> str:
-    """Return what a program writes, "" if it can't be run or doesn't end soon."""
+    """Return what a program writes; "" if it can't be run, fails or doesn't end soon."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout + done.stderr
+    return done.stdout + done.stderr if done.returncode == 0 else ""
 
 
 def warn_of_separate_worlds(size: int) -> None:

@@ -1,7 +1,5 @@
 """Each classic mistake is recognised, is told with what mends it, and isn't seen where there is none."""
 
-import sys
-
 import pytest
 
 from mpiad.debug.environment import (
@@ -12,6 +10,7 @@ from mpiad.debug.environment import (
     unknown_variables,
     version_mistakes,
 )
+from mpiad.transport import launcher
 from mpiad.transport.devices.device_settings import Library
 from mpiad.transport.launcher import Launcher
 
@@ -92,7 +91,7 @@ def test_an_mpiexec_that_fits(family, path_with):
 def test_an_mpiexec_that_hangs_is_not_waited_for(path_with, tmp_path, monkeypatch):
     environment = path_with("openmpi")
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nexec /bin/sleep 20\n")
-    monkeypatch.setattr(sys.modules[mpiexec_mistakes.__module__], "_VERSION_TIMEOUT", 0.2)
+    monkeypatch.setattr(launcher, "_ANSWER_SECONDS", 0.2)
     assert mpiexec_mistakes(MPICH, environment) == []
 
 

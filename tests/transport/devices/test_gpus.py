@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from mpiad.transport import launcher
 from mpiad.transport.devices import device_settings
 
 pytestmark = pytest.mark.serial
@@ -51,7 +52,7 @@ def test_as_nvidia_smi_tells(tmp_path):
 def test_an_nvidia_smi_that_fails_or_hangs_tells_nothing(tmp_path, monkeypatch):
     program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: x (y)'\nexit 9\n")
     assert device_settings.gpus_of_node() == []
-    monkeypatch.setattr(device_settings, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "_ANSWER_SECONDS", 0.2)
     program(tmp_path / "nvidia-smi", "#!/bin/sh\nexec /bin/sleep 20\n")
     assert device_settings.gpus_of_node() == []
 
