@@ -122,7 +122,8 @@ def test_a_pool_of_forked_processes_computes(rank: int, size: int) -> None:
 
 
 NOT_STARTED = """
-import os, sys
+import os, sys, warnings
+warnings.filterwarnings("ignore", message=".*use of fork")  # since Python 3.12, in a process with threads
 from mpi4py import MPI
 import mpiad
 child = os.fork() if MPI.COMM_WORLD.rank == 1 else -1
