@@ -435,7 +435,8 @@ def is_constant(name: str) -> bool:
 def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
     """Yield calls of all other functions with every list of arguments that NumPy takes."""
     for name, args, shape in product(offered(), WITHOUT_A_RULE, (*shapes, (3, 3))):
-        if name not in tested and not is_constant(name):
+        # NumPy before 2.4 has `trapezoid` and `isin` under old names, too.
+        if name not in tested and name not in ("trapz", "in1d") and not is_constant(name):
             full = name if "." in name else f"np.{name}"
             yield Case(name, f"{full}({args})", shape, "real", "any")
 
@@ -444,7 +445,8 @@ def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
 
 # Protocols of NumPy and Python, and operators that change an array.
 PROTOCOLS = re.compile(  # and NumPy's own helpers, whose names begin with one underscore
-    r"_[a-z]\w*|__(array\w*|buffer|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
+    r"_[a-z]\w*|__(array\w*|buffer|class_getitem|dlpack\w*|setstate"
+    r"|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
 )
 METHODS = """
 T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x
@@ -506,6 +508,7 @@ def advice_by_name() -> dict[str, str]:
 def attributes() -> set[str]:
     """Return the names of the methods, attributes and operators of arrays, and `__round__`, which scalars have."""
     named = {name for name in dir(onp.ndarray) if not PROTOCOLS.fullmatch(name) and name not in dir(object)}
+    named = {name for name in named if hasattr(onp.ones((1, 1)), name)}  # NumPy 2.2 keeps names of some that it has removed
     return named | {f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "round")}
 
 

@@ -259,7 +259,9 @@ class FunctionReader:
         """Return whether a module, a class, or the class of an object belongs to a constant library."""
         if isinstance(value, ModuleType):
             return _is_in(value.__name__, self.constant_modules)
-        return _is_in((value if isinstance(value, type) else type(value)).__module__, self.constant_modules)
+        module = (value if isinstance(value, type) else type(value)).__module__
+        # The type of functions in Cython has a descriptor there, of the modules of its functions.
+        return isinstance(module, str) and _is_in(module, self.constant_modules)
 
     def _wrapped(self, value: Any) -> Any:
         """Return the user's function wrapped by an object of a constant library, such as a jitted one; else None."""

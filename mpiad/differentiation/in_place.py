@@ -53,8 +53,8 @@ def _outputs(fun: Callable) -> tuple[tuple[str, int], ...]:
         return ()
     try:
         parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # written in C
-        return (("out", _KEYWORD_ONLY),)
+    except (TypeError, ValueError):  # written in C; the signature of `dot` is known since NumPy 2.4
+        return (("out", 2 if fun is np.dot else _KEYWORD_ONLY),)
     names = [(x.name, _KEYWORD_ONLY if x.kind is x.KEYWORD_ONLY else k) for k, x in enumerate(parameters)]
     copies = fun is np.nan_to_num
     return tuple(
