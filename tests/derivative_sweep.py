@@ -508,7 +508,8 @@ def advice_by_name() -> dict[str, str]:
 def attributes() -> set[str]:
     """Return the names of the methods, attributes and operators of arrays, and `__round__`, which scalars have."""
     named = {name for name in dir(onp.ndarray) if not PROTOCOLS.fullmatch(name) and name not in dir(object)}
-    named = {name for name in named if hasattr(onp.ones((1, 1)), name)}  # NumPy 2.2 keeps names of some that it has removed
+    # NumPy 2.2 keeps the names of some that it has removed, and an old name of `tobytes`.
+    named = {name for name in named - {"tostring"} if hasattr(onp.ones((1, 1)), name)}
     return named | {f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "round")}
 
 
