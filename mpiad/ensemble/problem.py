@@ -16,7 +16,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Rng, Tree
 from mpiad.compiling.function_fingerprint import text_of
 from mpiad.pytrees import flatten
-from mpiad.transport.core.agreement import fingerprint
+from mpiad.transport.core.agreement import abridged, fingerprint
 from mpiad.transport.devices.device_arrays import is_device_array
 
 P = TypeVar("P", bound="KernelSources")
@@ -223,7 +223,7 @@ def _comparable(part: object) -> list[object]:
             parts.append((leaf.shape, str(leaf.dtype)))
         else:
             array = np.asarray(leaf)
-            parts += [(array.shape, array.dtype.str), *([array] if array.dtype.kind in "biufc" else [])]
+            parts += [(array.shape, array.dtype.str), *([abridged(array)] if array.dtype.kind in "biufc" else [])]
     return parts
 
 

@@ -24,7 +24,7 @@ from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel
-from mpiad.transport.core.agreement import alike_on_all
+from mpiad.transport.core.agreement import abridged, alike_on_all
 from mpiad.transport.devices.device_arrays import is_device_array, named
 
 # Arguments that ranks compare by their texts.
@@ -187,7 +187,7 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
     def described(options: SolveOptions) -> list[object]:
         values = _values_compared(arguments)
         others = f"trajectories={options.trajectories}, {len(options.events)} events, {_kind(arguments.problem)}"
-        saveat = None if options.saveat is None else np.asarray(options.saveat, float)
+        saveat = None if options.saveat is None else abridged(np.asarray(options.saveat, float))
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
 
