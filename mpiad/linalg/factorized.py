@@ -166,9 +166,10 @@ def _numbered(solve: Factorized, number: np.ndarray) -> _Factors:
 
 def _prepared(out: np.ndarray, b: np.ndarray, solve: Factorized, number: np.ndarray) -> Callable[[], None] | None:
     """Return a function that solves from a fixed array into another; see `CustomOperator.prepared`."""
-    known: WeakKeyDictionary[_Factors, Any] = WeakKeyDictionary()
-    if solve._recent[-1].prepared(out, b, solve._transposed) is None:
+    latest = solve._recent[-1]
+    if (solves := latest.prepared(out, b, solve._transposed)) is None:
         return None
+    known: WeakKeyDictionary[_Factors, Any] = WeakKeyDictionary({latest: solves})
 
     def run() -> None:
         factors = _numbered(solve, number)

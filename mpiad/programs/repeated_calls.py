@@ -17,7 +17,7 @@ from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.programs.calls_on_tape import is_simple, require_plain
 from mpiad.programs.program_cache import Entry, ProgramCache, count
-from mpiad.programs.replay import Replay, Replays
+from mpiad.programs.replay import Replay
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -70,7 +70,7 @@ class RepeatedProgram:
         inputs = self._first_arguments(first, calls, state, entries)
         if inputs is None:
             return None
-        rows, recording = [], Recording(self, self.entry.replays)
+        rows, recording = [], Recording(self)
         for call in range(calls):
             inputs, replay = self._arguments(first, call, rows[-1], entries) if call else inputs, self.entry.replays.take()
             recording.replays.append(replay)
@@ -103,15 +103,15 @@ class RepeatedProgram:
 class Recording:
     """Repeated calls whose reverse pass can run; the replays are in use as long as it exists."""
 
-    def __init__(self, program: RepeatedProgram, owner: Replays):
-        self.program, self.owner = program, owner
+    def __init__(self, program: RepeatedProgram):
+        self.program = program
         self.values: list[Array] = []  # the state after the last call, and the further results for the steps of all calls
         self.replays: list[Replay] = []
         self.kept: list[list[Any]] = []  # the arguments that the second parts of the replays read
 
     def __del__(self) -> None:
         for replay in self.replays:
-            self.owner.give_back(replay)
+            self.program.entry.replays.give_back(replay)
 
     def pull(self, gs: list[Array]) -> list[Array]:
         """Return the cotangents of the variables, given those of the values."""
