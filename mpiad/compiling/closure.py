@@ -161,8 +161,9 @@ class FunctionReader:
                 (self.read if is_primitive else self.read_held)(content_of(cell))
             return
         self.function(value)
-        for part in (value.__defaults__, value.__kwdefaults__, value.__dict__):
-            self.read(part)
+        if any(parts := (value.__defaults__, value.__kwdefaults__, value.__dict__)):
+            for part in parts:
+                self.read(part)
         for is_global, name, attributes in _reads(code):
             self.reading = f"{'.'.join((name, *attributes))} in {value.__qualname__}"
             if not is_global:

@@ -46,7 +46,12 @@ def text_of(f: Function) -> str:
     """Return a text, equal on all processes, of a function's code and the values that it reads (types of unknown ones)."""
     reader = _PortableReader()
     reader.read(f)
-    return repr(_portable(tuple(reader.entries)))
+    return _text_of_entries(tuple(reader.entries))
+
+
+@lru_cache(1024)
+def _text_of_entries(entries: Fingerprint) -> str:
+    return repr(_portable(entries))
 
 
 def _portable(value: object) -> object:

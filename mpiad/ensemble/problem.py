@@ -214,17 +214,22 @@ def digest_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ())
 
 
 def _comparable(part: object) -> list[object]:
-    """Return texts and arrays that represent the leaves of an argument."""
-    parts: list[object] = []
+    """Return a list of texts and numbers, and arrays, that represent the leaves of an argument."""
+    texts: list[object] = []
+    arrays: list[object] = []
     for leaf in map(getval, flatten(part)[0]):
-        if callable(leaf):
-            parts.append(text_of(leaf))
+        if type(leaf) in (float, int, type(None)):
+            texts.append(leaf)
+        elif callable(leaf):
+            texts.append(text_of(leaf))
         elif is_device_array(leaf):
-            parts.append((leaf.shape, str(leaf.dtype)))
+            texts += leaf.shape, str(leaf.dtype)
         else:
             array = np.asarray(leaf)
-            parts += [(array.shape, array.dtype.str), *([abridged(array)] if array.dtype.kind in "biufc" else [])]
-    return parts
+            texts += array.shape, array.dtype.str
+            if array.dtype.kind in "biufc":
+                arrays.append(abridged(array))
+    return [texts, *arrays]
 
 
 def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,7 +197,12 @@ def _records(channel: Channel, share: EnsembleSolution, headers: list[_Header], 
         fields.append(("nf", np.int64))
     fields += [("naccept", steps), ("nreject", steps), ("code", np.int8)]
     values = {name: getval(getattr(share, "codes" if name == "code" else name)) for name, *_ in fields}
-    return _gathered(channel, np.dtype(fields, align=True), [header.count for header in headers], values)
+    return _gathered(channel, _layout(tuple(fields)), [header.count for header in headers], values)
+
+
+@lru_cache(64)
+def _layout(fields: tuple[Any, ...]) -> np.dtype:
+    return np.dtype(list(fields), align=True)
 
 
 def _events(channel: Channel, share: EnsembleSolution, headers: list[_Header]) -> EventRows:

@@ -426,15 +426,19 @@ class GivenTimes:
                 due.append((e, time))
         return due
 
-    def passed(self, stop: Array) -> Array:
+    def passed(self, stop: Array) -> tuple[Array, ...]:
         """Return the last passed times: trajectories, events, times, -1 - indices in `times`; `stop`: the next indices."""
-        slot = np.arange(len(self.times))
-        ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
-        return np.stack([ids.astype(float), self.event[slot, ids], self.times[slot, ids], -1.0 - slot])
+        counts = np.maximum(stop - self.first, 0)
+        ids, ends = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
+        slot = np.arange(len(ids)) - np.repeat(ends - counts - self.first, counts)
+        return ids, self.event[slot, ids], self.times[slot, ids], -1 - slot
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
-        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._of(batch)]
+        due = [time for _, time in self._of(batch)]
+        if not any(map(isbox, due)):
+            return self.times
+        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for time in due]
         return anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)[self._order, np.arange(batch.size)]
 
 
@@ -455,16 +459,15 @@ def solved_with_events(
 
     def events(reached: Array = None, crossed: Array = None) -> EventRows:
         """Return the roots of conditions and the given times that have passed, with derivatives for traced times."""
-        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
-        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        rows, passed = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])]), times.passed(outcome.slots)
-        if not table.size:
-            rows = passed  # sorted
-        elif passed.size:
-            rows = np.concatenate([rows, passed], axis=1)
+        ids, event, when, source = times.passed(outcome.slots)
+        table = outcome.event_table
+        if table is not None and table.size:
+            # The last part: for roots of conditions the column of the table, for given times -1 minus the index of the time.
+            roots = *table[:2].astype(int), table[4], np.arange(table.shape[1])
+            ids, event, when, source = map(np.concatenate, zip(roots, (ids, event, when, source)))
             # At equal times, roots of conditions come first.
-            rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
-        (ids, event, source), when = rows[[0, 1, 3]].astype(int), rows[2]
+            order = np.lexsort((times.signs[ids] * when, ids))
+            ids, event, when, source = ids[order], event[order], when[order], source[order]
         if due is not None and crossed is not None:
             place_of_due = len(crossed) + (-1 - source) * due.shape[1] + ids
             places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])

@@ -189,7 +189,8 @@ def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
         others = f"trajectories={options.trajectories}, {len(options.events)} events, {_kind(arguments.problem)}"
         saveat = None if options.saveat is None else abridged(np.asarray(options.saveat, float))
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
-        tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
+        both = arguments.rtol, arguments.atol
+        tolerances = [np.asarray(tolerance, float) for tolerance in both if type(tolerance) is not float]
 
         def text() -> str:
             named = [f"{name}={value}" for name, value in zip(_COMPARED, values)]

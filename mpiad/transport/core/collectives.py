@@ -223,7 +223,11 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
 
 def gather_in_place(channel: Channel, records: np.ndarray, lengths: list[int]) -> None:
     """Complete a contiguous host array of any dtype, of which each rank has written its part along the first axis."""
-    item = MPI.BYTE.Create_contiguous(records.itemsize * prod(records.shape[1:])).Commit()
+    size = records.itemsize * prod(records.shape[1:])
+    if records.nbytes <= np.iinfo(np.int32).max:
+        channel.data.Allgatherv(MPI.IN_PLACE, [records.view(np.uint8), [size * length for length in lengths], MPI.BYTE])
+        return
+    item = MPI.BYTE.Create_contiguous(size).Commit()
     try:
         channel.data.Allgatherv(MPI.IN_PLACE, [records.view(np.uint8), lengths, item])
     finally:
