@@ -205,19 +205,19 @@ def _compared(problem: ODEProblem | EnsembleProblem, events: Sequence[Any]) -> d
 
 def compared_parts(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, list[object]]:
     """Return what ranks compare, by name: code, values it reads, and arrays (on a device only shape and dtype)."""
-    return {name: _comparable(part) for name, part in _compared(problem, events).items()}
+    return {name: _comparable([part]) for name, part in _compared(problem, events).items()}
 
 
 def digest_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> int:
     """Return one digest of all `compared_parts`."""
-    return fingerprint(*_comparable(list(_compared(problem, events).values())))
+    return fingerprint(*_comparable(_compared(problem, events).values()))
 
 
-def _comparable(part: object) -> list[object]:
-    """Return a list of texts and numbers, and arrays, that represent the leaves of an argument."""
+def _comparable(parts: Iterable[object]) -> list[object]:
+    """Return a list of texts and numbers, and arrays, that represent the leaves of arguments."""
     texts: list[object] = []
     arrays: list[object] = []
-    for leaf in map(getval, flatten(part)[0]):
+    for leaf in (getval(leaf) for part in parts for leaf in flatten(part)[0]):
         if type(leaf) in (float, int, type(None)):
             texts.append(leaf)
         elif callable(leaf):

@@ -167,7 +167,7 @@ def outcomes_of_all(
 def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
     return _Header(
         digest=report.digest,
-        kind=fingerprint(share.u_end.shape[1:], share.u_end.dtype.str),
+        kind=_kind_of(share.u_end.shape[1:], share.u_end.dtype.str),
         times=fingerprint(share.t) if share.t.ndim == 1 else 0,
         width=share.t.shape[-1],
         count=len(share),
@@ -181,6 +181,9 @@ def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
         on_device=is_device_array(getval(share.u_end)),
         has_texts=bool(report.warnings or report.not_finite),
     )
+
+
+_kind_of = lru_cache(64)(fingerprint)
 
 
 def _records(channel: Channel, share: EnsembleSolution, headers: list[_Header], states: tuple[str, ...]) -> np.ndarray:

@@ -431,7 +431,8 @@ class GivenTimes:
         counts = np.maximum(stop - self.first, 0)
         ids, ends = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
         slot = np.arange(len(ids)) - np.repeat(ends - counts - self.first, counts)
-        return ids, self.event[slot, ids], self.times[slot, ids], -1 - slot
+        columns = ids if self.times.strides[1] else 0  # all columns of a broadcast array are equal
+        return ids, self.event[slot, columns], self.times[slot, columns], -1 - slot
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
@@ -462,7 +463,7 @@ def solved_with_events(
         ids, event, when, source = times.passed(outcome.slots)
         table = outcome.event_table
         if table is not None and table.size:
-            # The last part: for roots of conditions the column of the table, for given times -1 minus the index of the time.
+            # The last part: for roots of conditions the column of the table, for given times -1 - the index of the time.
             roots = *table[:2].astype(int), table[4], np.arange(table.shape[1])
             ids, event, when, source = map(np.concatenate, zip(roots, (ids, event, when, source)))
             # At equal times, roots of conditions come first.
