@@ -3,7 +3,8 @@
     python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--cold-rounds 2]
         [--no-peers]
 
-`benchmarks/choice/systems.py` says what is solved. Cold solves are the first ones of new processes without kernels on
+`benchmarks/choice/systems.py` says what is solved; and the ten models of `tests/ensemble/test_biology_models.py`, for which
+only cold solves are timed. Cold solves are the first ones of new processes without kernels on
 disk. For the other solves kernels are on disk: a process with compile=True has put them there. The first solve of a process
 is timed in new processes, without imports, and later solves in one process, in which the sides alternate; the least of all
 times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs where `make bench-peers`
@@ -33,6 +34,12 @@ from timing import fastest
 from mpiad.pytrees import flatten
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests" / "ensemble"))
+
+from test_biology_models import MODELS, by_ensemble  # noqa: E402
+
+import mpiad  # noqa: E402
+
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 LIMIT = 300
 WAYS: dict[str, Any] = {"auto": "auto", "kernel": True, "arrays": False}
@@ -50,12 +57,19 @@ COLD = {
 # The bound on a cold solve by "auto": a factor of the better way, and an addition in seconds.
 COLD_FACTOR, COLD_ADDITION = 1.5, 0.3
 SETTLING = 300  # solves by "auto", at most
+# Objectives of models of biology and, after these, their gradients.
+BIOLOGY = {f"{name}{part}": (model, bool(part)) for part in ("", ", gradient") for name, model in MODELS.items()}
 
 
 def first(name: str, way: str) -> dict[str, Any]:
     """Return the time of the first solve of this process."""
-    begin = time.perf_counter()
-    _, execution = run(CASES[name], WAYS[way])
+    begin, execution = time.perf_counter(), ""
+    if name in BIOLOGY:
+        model, is_gradient = BIOLOGY[name]
+        loss = lambda x: by_ensemble(model, x, WAYS[way], rtol=1e-6, atol=1e-9)  # noqa: E731
+        (mpiad.grad(loss) if is_gradient else loss)(np.log(model.rates))
+    else:
+        _, execution = run(CASES[name], WAYS[way])
     return {"seconds": time.perf_counter() - begin, "execution": execution}
 
 
@@ -101,20 +115,21 @@ def child(folder: str, *arguments: str, python: str = sys.executable, program: P
 
 def measured(name: str, rounds: int, cold_rounds: int, folder: str, peers: bool) -> None:
     """Measure a case, print its figures and report its ratios."""
-    case = CASES[name]
     colds = dict.fromkeys(WAYS, np.inf)
     for _ in range(cold_rounds):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as empty:
                 colds[way] = min(colds[way], child(empty, "--first", name, way)["seconds"])
-    cold = min(colds["kernel"], child(folder, "--first", name, "kernel")["seconds"])
-    report(f"{name}, cold, kernel, seconds", cold, at_most=COLD.get(name))
+    if name in CASES:
+        cold = min(colds["kernel"], child(folder, "--first", name, "kernel")["seconds"])
+        report(f"{name}, cold, kernel, seconds", cold, at_most=COLD.get(name))
     if cold_rounds:
-        print(f"{name}\n  cold: {shown(colds)}")
+        print(f"{name}\n  cold: {shown(colds)}", flush=True)
         bound = COLD_FACTOR * min(colds["kernel"], colds["arrays"]) + COLD_ADDITION
         report(f"{name}, cold, auto over 1.5 times the better way + 0.3 s", colds["auto"] / bound, at_most=1.0)
-    if not rounds:
+    if not rounds or name in BIOLOGY:
         return
+    case = CASES[name]
     firsts = dict.fromkeys(WAYS, np.inf)
     how = ""
     for _ in range(rounds):
@@ -150,7 +165,7 @@ def shown(times: dict[str, Any]) -> str:
 def main() -> None:
     """Measure all cases, or in a child one of them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *BIOLOGY], default=[*CASES, *BIOLOGY])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold-rounds", type=int, default=2)
     parser.add_argument("--no-peers", action="store_true")

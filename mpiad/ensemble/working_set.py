@@ -125,7 +125,10 @@ class WorkingSet:
         batch, initialization, tried = self._batch, self._initialization, self._results[3]
         ids, steps = self.ids[self.live], (self._turn - self.entered[self.live]).astype(float)
         start, goal = batch.start[ids] * initialization.signs[ids], initialization.goal(ids)
-        expected = steps / np.maximum((self.t[self.live] - start) / (goal - start), 1e-9)
+        covered, h = np.maximum(self.t[self.live] - start, 1e-9 * (goal - start)), self.h[self.live]
+        # After transients steps of stiff problems grow. If h is proportional to the covered time, covered / h more steps
+        # multiply this time by e. With equal steps the estimate is too small at first, but it grows.
+        expected = steps + np.minimum(steps, covered / np.maximum(h, self._least_step)) * np.log((goal - start) / covered)
         number = np.count_nonzero(tried) + len(ids)
         mean = (tried.sum() + expected.sum()) / number
         turns = self._turn + np.max(expected - steps, initial=0.0) + mean * (batch.size - number) / self._width

@@ -138,8 +138,9 @@ def objective(u):
     return np.sum((u - 0.4) ** 2 * np.linspace(0.5, 1.5, u.shape[-1]))
 
 
-def by_ensemble(model, x):
+def by_ensemble(model, x, compile=True, **tolerances):
     """Return the objective by mpiad, at logarithms of rates."""
+    options = TIGHT | {"compile": compile} | tolerances
     p = np.exp(x)
     problem = ODEProblem(model.f, model.u0, (0.0, model.end), onp.array(model.rates))
     events = [Event.doses([time], amount, place) for time, place, amount in model.doses]
@@ -147,11 +148,11 @@ def by_ensemble(model, x):
         events.append(Event(times=lambda p: [p[model.switch]], affect=lambda u, p, t: u))
     if model.resting is not None:
         mask = onp.arange(len(model.rates)) != model.resting
-        resting = steady_state(remake(problem, p=p * mask), Rodas5P())
+        resting = steady_state(remake(problem, p=p * mask), Rodas5P(), compile=compile)
         problem = resting.continued((0.0, model.end), p=p)
     else:
         problem = remake(problem, p=p)
-    sol = solve(problem, Rodas5P(), events=events, saveat=saved_times(model), max_steps=100_000, compile=True, **TIGHT)
+    sol = solve(problem, Rodas5P(), events=events, saveat=saved_times(model), max_steps=100_000, **options)
     return objective(sol.u)
 
 

@@ -40,18 +40,18 @@ from mpiad.transport.resources import cores
 # Times in seconds, fitted to the fastest of several solves with 1 to 1,000 trajectories of 2 to 30 components, and to the
 # compile times of kernels of 300 to 9,500 lines, on an idle core of an x86 server with AVX-512.
 #
-# Arrays. For each iteration of the loop over steps: per stage, and per stage and square root of the operations of f, which
-# approximates the number of NumPy's calls; for implicit methods also per step.
-_STAGE, _CALLS, _IMPLICIT = 20e-6, 3e-6, 300e-6
+# Arrays. For each iteration of the loop over steps: per stage; per stage and call of NumPy in f or, if their number isn't
+# known, per square root of the operations of f, which are fewer and larger; for implicit methods also per step.
+_STAGE, _CALL, _ROOT, _IMPLICIT = 20e-6, 1e-6, 3e-6, 300e-6
 # For each step of a trajectory: per stage and component, operation or function of the C library.
 _COMPONENT, _OPERATION, _FUNCTION = 8e-9, 0.4e-9, 4e-9
 # Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
 # or hyperbolic tangent, which are vector instructions (see `compiling.elementary`).
 _LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL = 2e-9, 0.1e-9, 10e-9, 1e-9
 # Per entry of a Jacobian, and per nonzero entry of a large one: arrays per iteration and step of a trajectory, kernels.
-_ENTRY, _NONZERO = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
+_ENTRY, _NONZERO = (2e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
 # A gradient with its solve, by arrays and by kernels, in units of the solve.
-_GRADIENT, _LANE_GRADIENT = 5, 2.5
+_GRADIENT, _LANE_GRADIENT = 4, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
 # constant, and an addition per component of a state or, if f is traced, per operation, three times as large with a
 # gradient. Compile time of a kernel of n lines: _LINES n^1.5.
@@ -91,15 +91,16 @@ def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool, cal
     `calls`: the number of NumPy's calls in f; 0 if it is unknown.
     """
     operations, functions, exponentials = _OPERATIONS * d, 0, 0
+    root = operations**0.5
     if program is not None:
         called = [instruction.operation for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
         exponentials = called.count("exp") + called.count("tanh")
-        calls = calls or min(round(operations**0.5), statements(program))
+        root = min(round(operations**0.5), statements(program))
     entries = 0
     if tableau.implicit:
         entries = d * d if d <= LARGE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
-    iteration = tableau.calls * (_STAGE + _CALLS * (calls or operations**0.5)) + _IMPLICIT * bool(entries)
+    iteration = tableau.calls * (_STAGE + (_CALL * calls or _ROOT * root)) + _IMPLICIT * bool(entries)
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions)
     lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
     lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials))

@@ -127,6 +127,31 @@ def test_a_solve_with_more_steps_than_estimated_is_restarted(forgetting, backend
     assert kinds([solve(fading, Tsit5(), rtol=1e-3)]) == "a"
 
 
+def robertson(u, p, t):
+    first, third = 0.04 * u[0], 1e4 * u[1] * u[2]
+    return [third - first, first - third - 3e7 * u[1] ** 2, 3e7 * u[1] ** 2]
+
+
+def test_the_estimated_number_of_steps_of_a_running_solve(forgetting, monkeypatch):
+    advances = []
+
+    def recorded(watch, advance):
+        advances.append(advance)
+        return advance.turns + 1
+
+    monkeypatch.setattr(kernel_choice._Watch, "__call__", recorded)
+    growing = ODEProblem(robertson, [1.0, 0.0, 0.0], (0.0, 1e5))
+    for problem, alg, most in ((growing, Rodas5P(), 2.0), (LONG, Tsit5(), 1.2)):
+        advances.clear()
+        sol = solve(problem, alg, rtol=1e-6, atol=1e-9)
+        total = sol.naccept + sol.nreject
+        assert len(advances) == total > 50
+        ratios = np.array([advance.all_turns for advance in advances[5:]]) / total
+        assert ratios.max() < most
+        assert ratios[-1] == pytest.approx(1.0, abs=0.05)
+        assert ratios[len(ratios) // 2] > 0.5
+
+
 def test_values_and_gradients_share_their_numbers_of_steps(forgetting, monkeypatch):
     monkeypatch.setattr(kernel_choice, "_PATIENCE", np.inf)
     solutions = []
