@@ -20,7 +20,7 @@ from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
-from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.agreement import FAILURES, agreed, fingerprint, raise_first
 from mpiad.transport.core.collectives import gather_in_place
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -138,7 +138,12 @@ def outcomes_of_all(
     """
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     # One digest is sent; those of the single arguments are sent if it differs.
-    header = _Header(failed=1) if isinstance(share, BaseException) else _header_of(share, report)
+    header = _Header(failed=1)
+    if not isinstance(share, BaseException):
+        try:
+            header = _header_of(share, report)  # some results are computed now
+        except FAILURES as error:
+            share = error
     every = np.empty((channel.size, len(header)), np.int64)
     channel.data.Allgather(np.array(header, np.int64), every)
     headers = [_Header(*row) for row in every.tolist()]

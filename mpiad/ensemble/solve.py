@@ -247,9 +247,9 @@ def _over_ranks(
     try:
         with compiler:
             share = _ensemble(options, compiler, range(first + 1, last + 1), key, options.progress and channel.rank == 0)
+        digest = digest_of(problem, options.events)
     except FAILURES as error:  # raised on all ranks together
-        share = error
-    digest = digest_of(problem, options.events)
+        share, digest = error, 0
     report = RankReport(bool(compiler.kernels), compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
     times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
@@ -431,7 +431,7 @@ class GivenTimes:
         counts = np.maximum(stop - self.first, 0)
         ids, ends = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
         slot = np.arange(len(ids)) - np.repeat(ends - counts - self.first, counts)
-        columns = ids if self.times.strides[1] else 0  # all columns of a broadcast array are equal
+        columns = ids if self.times.strides[1] or not ids.size else 0  # all columns of a broadcast array are equal
         return ids, self.event[slot, columns], self.times[slot, columns], -1 - slot
 
     def traced(self, batch: Batch) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -47,6 +49,33 @@ def test_all_are_those_of_one_process(count, gather, objective):
     assert np.isfinite(expected[0]) and np.isfinite(expected[1]).all()
     for got, wanted in zip(found, expected):
         np.testing.assert_allclose(got, wanted, rtol=1e-11)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_doses_at_common_times_are_those_of_one_process(count):
+    # With one trajectory, other ranks have none.
+    ensemble = EnsembleProblem(ODEProblem(falling, np.array([1.0, 0.0]), (0.0, 2.0)), p=np.full((count, 1), 9.81))
+    doses = Event.doses([0.3, 1.7], 1.0, 1)
+
+    def loss(p, backend):
+        sol = solve(EnsembleProblem(ensemble.problem, p=p), RK45(), backend, events=doses, saveat=0.5)
+        assert sol.events == {i: [(0, 0.3), (0, 1.7)] for i in range(count)}
+        return anp.sum(sol.u**2)
+
+    one, mpi = (mpiad.value_and_grad(loss, shared=True)(ensemble.p, way) for way in (EnsembleVectorized(), EnsembleMPI()))
+    np.testing.assert_allclose(mpi[0], one[0], rtol=1e-14)
+    np.testing.assert_allclose(mpi[1], one[1], rtol=1e-12)
+
+
+def test_an_error_in_a_result_that_is_computed_late_is_one_error_on_all_ranks(monkeypatch):
+    def failing(self, stop):
+        raise ArithmeticError("late")
+
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        monkeypatch.setattr(import_module("mpiad.ensemble.solve").GivenTimes, "passed", failing)
+    ensemble = EnsembleProblem(ODEProblem(falling, np.array([1.0, 0.0]), (0.0, 2.0)), p=np.full((4, 1), 9.81))
+    with pytest.raises(ArithmeticError, match="late"):
+        solve(ensemble, RK45(), EnsembleMPI(), events=Event.doses([0.3], 1.0, 1), saveat=0.5)
 
 
 def test_an_affect_of_a_wrong_shape_is_one_error_on_all_ranks():
