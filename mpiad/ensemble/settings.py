@@ -41,7 +41,7 @@ class Acting(NamedTuple):
     first: Array  # index of the first given time after the start, int, shape (N,)
     codes: Array  # int, shape (N,); the return codes of trajectories that events at the start have ended, else MOVING
     started: tuple[Jump, ...]  # the state changes at the start
-    varies: bool = False  # whether states change at the start, or given times have derivatives
+    varies: bool = False  # whether states change at the start, or given times have derivatives or aren't common to all
 
     @property
     def conditions(self) -> tuple[int, ...]:

@@ -132,9 +132,9 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
-        at most four numbers, tspan isn't differentiated, and all events act at constant times after the start, otherwise
-        the adjoint. Both give the same result. With other events, or with respect to tspan, "tangent" is slow: it repeats
-        the steps once for each differentiated number.
+        at most four numbers, tspan isn't differentiated, and all events act at constant times after the start that all
+        trajectories share, otherwise the adjoint. Both give the same result. With other events, or with respect to tspan,
+        "tangent" is slow: it repeats the steps once for each differentiated number.
     checkpoints : int, optional
         For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
@@ -399,8 +399,8 @@ class GivenTimes:
         due = self._of(batch)
         shape = len(due) + 1, batch.size
         # One column is enough if all trajectories have the same times and direction.
-        same_times = all(np.ndim(time) == 0 for _, time in due) and bool((signs == signs[:1]).all())
-        directions = signs[:1] if same_times else signs
+        self.are_common = all(np.ndim(time) == 0 for _, time in due)
+        directions = signs[:1] if self.are_common and (signs == signs[:1]).all() else signs
         signed = np.stack([np.full(len(directions), np.inf), *(directions * time for _, time in due)])
         event = np.array([[-1], *([e] for e, _ in due)])
         # At equal times, earlier events in the list come first.
@@ -496,7 +496,8 @@ def started(batch: Batch, settings: Settings, times: GivenTimes, varies: bool) -
     ended = columns.codes != MOVING
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
-    varies = varies or bool(jumps) or bool(ended.any())
+    # Events at the starts of other trajectories mustn't change how the derivatives of a trajectory are computed.
+    varies = varies or bool(jumps) or bool(ended.any()) or not times.are_common
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else (), varies=varies)
     events = tuple(settings.events[e] for e in acting.conditions)
     return batch, settings._replace(events=events, acting=acting)

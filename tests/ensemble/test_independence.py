@@ -15,6 +15,7 @@ from mpiad.ensemble import (
     EnsembleSerial,
     EnsembleThreads,
     EnsembleVectorized,
+    Event,
     ODEProblem,
     PIController,
     Tsit5,
@@ -48,6 +49,26 @@ def test_alone_and_in_any_company():
     np.testing.assert_array_equal(whole.u[:, -1], whole.u_end)
     order = np.random.default_rng(1).permutation(len(RHO))
     same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT), whole, np.argsort(order))
+
+
+@both
+def test_derivatives_beside_doses_at_the_start_of_others():
+    # The dose of the first trajectory is at its start.
+    times = np.array([[0.0], [0.3], [0.6]])
+    dose = Event.doses(lambda p: [p["time"][0]], 2.0, 0)
+
+    def derivatives(rows):
+        def loss(rho):
+            p = {"rho": rho, "time": times[rows]}
+            one = ODEProblem(lambda u, p, t: lorenz(u, p["rho"], t), [1.0, 0.0, 0.0], (0.0, 1.0))
+            return solve(EnsembleProblem(one, p=p), saveat=0.25, events=dose, **TIGHT).u
+
+        rho = 10.0 + times[rows]
+        tangent = mpiad.jvp(loss, rho, np.cos(rho))[1]
+        return tangent, mpiad.grad(lambda rho: anp.sum(loss(rho) ** 2))(rho)
+
+    for part, whole in zip(derivatives(slice(1, 3)), derivatives(slice(0, 3))):
+        assert part.tobytes() == whole[1:].tobytes()
 
 
 @pytest.mark.parametrize("alg", [RK45(), RK45(PIController()), Tsit5(), RK4()], ids=["RK45", "PI", "Tsit5", "RK4"])
