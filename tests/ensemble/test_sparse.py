@@ -324,13 +324,14 @@ def test_a_singular_steady_state():
     assert steady_state(states).retcode[0] == "Singular"
 
 
-def test_ranks_agree():
-    problem = ensemble(fisher)
+@pytest.mark.parametrize("compile", [False, True])
+def test_ranks_agree(compile):
+    problem, options = ensemble(fisher), TIGHT | {"compile": compile}
 
     def squares(p, backend):
-        return anp.sum(solve(remake(problem, p=p), Rodas5P(), backend, **TIGHT).u_end ** 2)
+        return anp.sum(solve(remake(problem, p=p), Rodas5P(), backend, **options).u_end ** 2)
 
-    found, alone = (solve(problem, Rodas5P(), backend, **TIGHT).u_end for backend in (EnsembleMPI(), EnsembleVectorized()))
+    found, alone = (solve(problem, Rodas5P(), backend, **options).u_end for backend in (EnsembleMPI(), EnsembleVectorized()))
     assert found.tobytes() == alone.tobytes()
     found, alone = (mpiad.grad(squares, shared=True)(P, backend) for backend in (EnsembleMPI(), EnsembleVectorized()))
     assert found.tobytes() == alone.tobytes()

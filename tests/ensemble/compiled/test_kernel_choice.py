@@ -309,7 +309,7 @@ def test_a_gradient_finds_out_how_often_f_calls_numpy(forgetting):
         return anp.sum(found[-1].u_end)
 
     found = []
-    for _ in range(8):
+    for _ in range(12):
         slope = mpiad.grad(end)(np.array([0.5]))
         np.testing.assert_allclose(slope, -2 * np.exp(-0.5 - 1e-6 * sum(k % 7 for k in range(200))), rtol=1e-5)
     assert kinds(found).startswith("a") and is_compiled(found[-1])
