@@ -223,11 +223,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
 
 def gather_in_place(channel: Channel, records: np.ndarray, lengths: list[int]) -> None:
     """Complete a contiguous host array of any dtype, of which each rank has written its part along the first axis."""
-    size = records.itemsize * prod(records.shape[1:])
-    if records.nbytes < 2**31:
-        channel.data.Allgatherv(MPI.IN_PLACE, [records.view(np.uint8), [size * length for length in lengths], MPI.BYTE])
-        return
-    item = MPI.BYTE.Create_contiguous(size).Commit()
+    item = MPI.BYTE.Create_contiguous(records.itemsize * prod(records.shape[1:])).Commit()
     try:
         channel.data.Allgatherv(MPI.IN_PLACE, [records.view(np.uint8), lengths, item])
     finally:
