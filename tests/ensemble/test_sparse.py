@@ -331,7 +331,9 @@ def test_ranks_agree(compile):
     def squares(p, backend):
         return anp.sum(solve(remake(problem, p=p), Rodas5P(), backend, **options).u_end ** 2)
 
-    found, alone = (solve(problem, Rodas5P(), backend, **options).u_end for backend in (EnsembleMPI(), EnsembleVectorized()))
+    found, alone = (
+        solve(problem, Rodas5P(), backend, **options).u_end for backend in (EnsembleMPI(), EnsembleVectorized())
+    )
     assert found.tobytes() == alone.tobytes()
     found, alone = (mpiad.grad(squares, shared=True)(P, backend) for backend in (EnsembleMPI(), EnsembleVectorized()))
     assert found.tobytes() == alone.tobytes()
