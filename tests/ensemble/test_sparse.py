@@ -258,10 +258,11 @@ def test_invalid_patterns():
 
 
 @pytest.mark.serial
-def test_a_trajectory_without_a_solution_fails_alone():
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_trajectory_without_a_solution_fails_alone(compile):
     p = P.copy()
     p[1, 0] = np.inf
-    expected, found = (solve(remake(ensemble(fisher), p=x), Rodas5P(), **TIGHT) for x in (P, p))
+    expected, found = (solve(remake(ensemble(fisher), p=x), Rodas5P(), compile=compile, **TIGHT) for x in (P, p))
     assert found.retcode.tolist() == ["Success", "Unstable", "Success"]
     assert found.u_end[[0, 2]].tobytes() == expected.u_end[[0, 2]].tobytes()
 
