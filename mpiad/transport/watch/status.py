@@ -143,7 +143,7 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
 
 def _shown(state: State) -> str:
     seconds = state["seconds"]
-    return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1f}"
+    return f"{seconds:.0f}" if seconds >= 0.95 else f"{seconds:.1f}"  # 0.96 is "1", not "1.0"
 
 
 def _listed(ranks: list[int]) -> str:
