@@ -33,7 +33,7 @@ from mpiad.ensemble.fit import SensitivitySolve
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 TIMES = np.linspace(0.0, 5.0, 20)
-TRUTH = np.array([[1.5, 1.0, 3.0, 1.0], [1.7, 0.9, 3.3, 1.1]])
+TRUTH = np.array([[1.5, 1.0, 3.0, 1.0], [1.52, 0.9, 3.3, 1.01]])
 FIELDS = ("p", "cost", "optimality", "active_mask", "nfev", "njev", "retcode")
 TIGHT = {"alg": Vern7(), "saveat": TIMES, "rtol": 1e-12, "atol": 1e-12, "ftol": 1e-15, "xtol": 1e-11, "gtol": 1e-11}
 
@@ -62,7 +62,8 @@ def populations(p):
 
 @cache
 def measured():
-    noise = 1 + 0.05 * np.random.default_rng(1).normal(size=(2, 20, 2))
+    # The cost at the minimum is small, since the minimum is found only to the root of the rounding errors of the cost.
+    noise = 1 + 0.005 * np.random.default_rng(1).normal(size=(2, 20, 2))
     return np.stack([populations(p) for p in TRUTH]) * noise
 
 
@@ -79,7 +80,7 @@ def by_scipy(i, upper=None):
     return MPI.COMM_WORLD.bcast(found)
 
 
-BOX = (1.4, np.inf, np.inf, 0.95)
+BOX = (1.497, np.inf, np.inf, 0.998)
 
 
 @pytest.mark.one_rank
