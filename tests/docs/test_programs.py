@@ -100,7 +100,7 @@ def job_of(program: shown_programs.Program, mpirun, tmp_path: Path) -> Completed
 
 def check(program: shown_programs.Program, job: CompletedProcess) -> None:
     compare(program, job.stdout, job.stderr)
-    assert (job.returncode != 0) == bool(program.error)
+    assert (job.returncode != 0) == bool(program.error), (program.page, program.name, job.returncode)
 
 
 def compare(program: shown_programs.Program, stdout: str, stderr: str) -> None:
