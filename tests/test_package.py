@@ -43,6 +43,17 @@ def test_what_nobody_asks_for_is_not_loaded():
     assert printed(program) == "['device', 'errors', 'pytrees']\n"
 
 
+def test_ensembles_and_variational_inference_load_parts_of_scipy_where_they_use_them():
+    """Each of these parts takes as long to load as the library."""
+    program = (
+        "import sys, numpy as np, mpiad.vi; from mpiad.ensemble import ODEProblem, Rodas5P, Tsit5, solve;"
+        "f = lambda u, p, t: [-p[0] * u[0], u[0] - u[1]];"
+        "ends = [solve(ODEProblem(f, [1.0, 0.0], (0.0, 1.0), [2.0]), alg).u_end for alg in (Tsit5(), Rodas5P())];"
+        "print(np.ptp(ends, axis=0).max() < 1e-2, sys.modules.keys() & {'scipy.sparse', 'scipy.linalg', 'scipy.stats'})"
+    )
+    assert printed(program) == "True set()\n"
+
+
 def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():
     program = (
         "import numpy as np, sys, mpiad; domain = mpiad.Domain((4,)); assert 'mpiad.optimize' not in sys.modules;"

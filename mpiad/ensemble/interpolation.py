@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
+import scipy
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval, isbox
 
@@ -168,16 +169,11 @@ class CubicSpline(_Knots):
 @primitive
 def _knot_slopes(y: Array, x: Array, bc_type: str) -> Array:
     """Return the derivatives at x of the splines through y, shape (..., K)."""
-    from scipy import interpolate
-
-    return interpolate.CubicSpline(x, y, axis=-1, bc_type=bc_type)(x, 1)
+    return scipy.interpolate.CubicSpline(x, y, axis=-1, bc_type=bc_type)(x, 1)
 
 
 @primitive
 def _knot_slopes_transposed(g: Array, x: Array, bc_type: str) -> Array:
-    from scipy import sparse
-    from scipy.sparse import linalg
-
     if len(x) < 4:  # the conditions at both ends may be the same one
         return g @ _knot_slopes(np.eye(len(x)), x, bc_type).T
     h, n = np.diff(x), len(x)
@@ -195,11 +191,11 @@ def _knot_slopes_transposed(g: Array, x: Array, bc_type: str) -> Array:
             total = inner.sum()
             diagonal[row], off[row] = inner[1], total
             end[row], second[row] = (inner[0] + 2 * total) * inner[1] / total, inner[0] ** 2 / total
-    diagonals: Any = sparse.diags
+    diagonals: Any = scipy.sparse.diags
     matrix = diagonals([lower, diagonal, upper], [-1, 0, 1], format="csc")
     right = diagonals([before, after], [-1, 0], shape=(n, n - 1), format="lil")
     right[0, 1], right[-1, -2] = second
-    solved = linalg.splu(matrix).solve(np.ascontiguousarray(g.reshape(-1, n).T), trans="T")
+    solved = scipy.sparse.linalg.splu(matrix).solve(np.ascontiguousarray(g.reshape(-1, n).T), trans="T")
     differences = (right.T @ solved).T / h
     cotangent = np.zeros((len(differences), n))
     cotangent[:, 1:] += differences

@@ -15,9 +15,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
-import scipy.sparse
-from scipy.sparse.csgraph import reverse_cuthill_mckee
-from scipy.sparse.linalg import LinearOperator, SuperLU, onenormest, splu
+import scipy
 
 from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
@@ -35,7 +33,7 @@ _SINGULAR = 1e-13
 class SparseLU:
     """LU factorizations by SuperLU, one per matrix; None for singular matrices."""
 
-    def __init__(self, factors: Sequence[SuperLU | None]):
+    def __init__(self, factors: Sequence[scipy.sparse.linalg.SuperLU | None]):
         self._factors = factors
 
     def solve(self, x: Array, transposed: bool = False) -> None:
@@ -66,7 +64,9 @@ class Banded:
 
     def __init__(self, pattern: Places, d: int):
         ones = scipy.sparse.csr_array((np.ones(len(pattern.rows)), pattern), (d, d))
-        self.order = reverse_cuthill_mckee(scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True).astype(np.int64)
+        self.order = scipy.sparse.csgraph.reverse_cuthill_mckee(
+            scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True
+        ).astype(np.int64)
         row, column = (np.argsort(self.order)[indices] for indices in pattern)
         self.lower, self.upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
         # Entry (i, j) is at [j, lower + upper + i - j]; row exchanges need `lower` further diagonals.
@@ -181,13 +181,15 @@ class _MinimumDegree:
         """Return the factors of matrices with `entries`, shape (m, n)."""
         return SparseLU(self._factors_of(entries))
 
-    def _factors_of(self, entries: Array) -> list[SuperLU | None]:
-        factors: list[SuperLU | None] = []
+    def _factors_of(self, entries: Array) -> list[scipy.sparse.linalg.SuperLU | None]:
+        factors: list[scipy.sparse.linalg.SuperLU | None] = []
         for values in np.ascontiguousarray(entries[self._sorted].T):
             factors.append(None)
             if np.isfinite(values).all():
                 with suppress(RuntimeError):  # exactly singular
-                    factors[-1] = splu(scipy.sparse.csc_array((values, *self._structure), self._shape), self._order)
+                    factors[-1] = scipy.sparse.linalg.splu(
+                        scipy.sparse.csc_array((values, *self._structure), self._shape), self._order
+                    )
         return factors
 
 
@@ -268,7 +270,7 @@ class Matrices:
         size = abs(scaled).max(axis=1).toarray().ravel()
         size[size == 0] = 1.0
         solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
-        operator: Any = LinearOperator
+        operator: Any = scipy.sparse.linalg.LinearOperator
         inverse = operator(
             (d, d),
             dtype=entries.dtype,
@@ -277,7 +279,7 @@ class Matrices:
         )
         if not np.isfinite(inverse.matvec(np.ones(d))).all():
             return True
-        norm: Any = onenormest(inverse)
+        norm: Any = scipy.sparse.linalg.onenormest(inverse)
         return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
 
     def dense(self, entries: Array) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import scipy.sparse
+import scipy
 from autograd.tracer import isbox
 
 from mpiad._typing import Array

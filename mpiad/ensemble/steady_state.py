@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
-import scipy.linalg
+import scipy
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Tree

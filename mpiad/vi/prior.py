@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import autograd.numpy as np
 import numpy
-import scipy.linalg
-import scipy.stats
+import scipy
 from autograd.extend import defvjp, primitive
 
 from mpiad._typing import Array
@@ -148,7 +147,7 @@ def log_prior(prior: Density, theta: Array) -> Array:
 
 def _frozen(distribution: object) -> Any:
     if isinstance(distribution, (tuple, list)) and distribution and isinstance(distribution[0], str):
-        found = getattr(scipy.stats, distribution[0], None)
+        found: Any = getattr(scipy.stats, distribution[0], None)
         if not isinstance(found, scipy.stats.rv_continuous):
             raise ValueError(f"VI: scipy.stats has no continuous distribution {distribution[0]!r}.")
         return found(*distribution[1:])
