@@ -67,7 +67,8 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Function,
     Raises
     ------
     TypeError
-        If the argument holds no real or complex floating-point values, or a cotangent doesn't match the value.
+        If the argument holds no real or complex floating-point values, or a cotangent doesn't match the value, in shape or
+        because it is complex and the value isn't.
     RequestError
         If a request is never waited for.
 
@@ -141,11 +142,19 @@ def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Array]:
 
 
 def _shaped(g: Array, value: Array, call: str, lead: tuple[int, ...] = ()) -> Array:
-    """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes after `lead` differ."""
-    spec, shape = spec_like(value), spec_like(g).shape
+    """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if it is complex, and `value` isn't.
+
+    The shapes after `lead` must be equal.
+    """
+    spec, (shape, dtype, _) = spec_like(value), spec_like(g)
     got = shape[len(lead) :] if is_variable(g) else shape  # other values are the same in all directions
     if got != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, like the value or argument, but got {got}.")
+    if dtype.kind == "c" and spec.dtype.kind != "c":
+        raise TypeError(
+            f"{call}: got {dtype} for a value or argument of {spec.dtype}: its imaginary part would be lost. Compute the "
+            "products with the real and the imaginary part, and add them: product(v.real) + 1j * product(v.imag)."
+        )
     return conform(g, lead + spec.shape, spec.dtype, spec.arrays)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
 from mpiad.ensemble.solve_options import SolveOptions, as_tuple, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.trial import perturbed
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -244,6 +246,7 @@ class SensitivitySolve:
         # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory. `first`:
         # the index of the batch's first trajectory.
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
+        self._is_uncoupled = False  # whether the generator has been checked
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def starting(self, x: Array, batch: Batch) -> Batch:
@@ -257,6 +260,9 @@ class SensitivitySolve:
         with restoring_state(), Bundle() as bundle:
             boxed, share = bundle.variable(variables, unit_tangents(variables)), self._batch.share(ids)
             traced = _generated(bundle, self._generator, share, boxed) if self._generator else self.starting(boxed, share)
+            if self._generator and not self._is_uncoupled:
+                self._check_uncoupled(self._generator, traced.plain(), variables, ids)
+                self._is_uncoupled = True
             traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
             batch = traced.plain()
             if any(event.acts for event in settings.events):
@@ -273,6 +279,39 @@ class SensitivitySolve:
         saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)
+
+    def _check_uncoupled(self, generator: Generator, batch: Batch, x: Array, ids: Array) -> None:
+        """Check that u0 and p of the first and the last trajectory don't depend on other columns of the variables x."""
+        for k in {0, len(ids) - 1} if len(ids) > 1 else ():
+            copies = _copies(k, len(ids))
+            for columns in _beside_others(x[:, copies]):
+                with suppress(Exception), Bundle() as bundle:
+                    boxed = bundle.variable(columns, unit_tangents(columns))
+                    alone = _generated(bundle, generator, self._batch.share(ids[copies]), boxed).plain()
+                    break
+            else:
+                continue
+            pairs = [(batch.u0, alone.u0, True), *zip(batch.p.leaves, alone.p.leaves, batch.p.varies)]
+            for value, copied, varies in pairs:
+                one, other = (value[..., k], copied[..., -1]) if varies else (value, copied)
+                if not np.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True):
+                    raise ValueError(
+                        "fit: u0 or p that prob_generator returns for a trajectory depends on other trajectories: it "
+                        f"contains {np.ravel(one)[:4]} in a call with all {len(ids)} columns of x, but "
+                        f"{np.ravel(other)[:4]} beside columns near its own, {x[:, k]}. It is called with columns, x of "
+                        f"shape {x.shape}: write sums as np.sum(x, axis=0)."
+                    )
+
+
+def _copies(k: int, count: int) -> Array:
+    """Return indices of some copies of column k, not as many as the columns: sums over equal columns would agree."""
+    return np.full(4 if count == 3 else 3, k)
+
+
+def _beside_others(copies: Array) -> Iterator[Array]:
+    """Yield copies of a column, all but the last perturbed; then as they are, since functions may be undefined nearby."""
+    yield perturbed(copies, np.abs(copies) + 1)
+    yield copies
 
 
 def unit_tangents(x: Array) -> list[Array]:
@@ -314,6 +353,8 @@ def _with_tangents(bundle: Bundle, x: Array) -> Array:
 
 def _initial(u0: Array, batch: Batch) -> Array:
     """Return initial states, shape (d, n), which may be traced."""
+    if isinstance(u0, (list, tuple)) and len({np.shape(part) for part in u0} - {()}) == 1:
+        u0 = [part + np.zeros(batch.size) if np.shape(part) == () else part for part in u0]  # also constants as columns
     u0, full = as_state(u0), (*batch.shape, batch.size)
     if u0.shape == batch.shape != full:
         u0 = anp.broadcast_to(u0[..., None], full)
@@ -402,15 +443,17 @@ class Residuals:
         return np.concatenate(values), columns
 
     def _check(self, x: Array, u: Array, ids: Array) -> None:
-        """Check that columns don't depend on each other, by a call with all columns and a call with copies of the first."""
-        # The numbers of columns of the two calls differ; otherwise the calls would always agree if all columns are equal.
-        copies = np.zeros(3 if len(ids) == 2 else 2, int)
-        first = self._plain(x, u, ids)[:, 0]
-        copied = self._plain(x[copies], u[..., copies], ids[copies])[:, 0]
+        """Check that columns don't depend on each other, by a call in which the first one is beside others near it."""
+        first, copies = self._plain(x, u, ids)[:, 0], _copies(0, len(ids))
+        copied = first
+        for columns, states in zip(_beside_others(x.T[:, copies]), _beside_others(u[..., copies])):
+            with suppress(Exception):
+                copied = self._plain(columns.T, states, ids[copies])[:, -1]
+                break
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
-                f"a call with all {len(ids)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
+                f"a call with all {len(ids)} columns, but {copied[:4]} beside columns near the first. {_CALLED}"
             )
         self.count = len(first)
 

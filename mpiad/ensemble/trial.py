@@ -1,16 +1,21 @@
 """First calls of f and of the functions of events, to check that they are written for columns (one per trajectory).
 
 Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the correct
-shape, but couples the trajectories, as does p[0] if p has shape (n,). Both errors are detected by a second call, in which
-the first trajectory is in another column and the other trajectories are perturbed. The result for the first trajectory
-must be the same.
+shape, but couples the trajectories, as does p[0] if p has shape (n,). Such errors are detected by further calls:
+
+- The first trajectory is in another column, beside perturbed trajectories.
+- At the end of tspan, or at a given time of the event, columns of several trajectories are compared with copies of the
+  first one and of the last one. This detects a maximum and integers, too, and what depends on time.
+
+The results for a trajectory must be the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -18,7 +23,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, is_on_device, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Columns, derivative_of, locked
-from mpiad.ensemble.event import Event, affected
+from mpiad.ensemble.event import DoseTable, Event, affected
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.pytrees import flatten
@@ -46,14 +51,18 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> int:
         derivative.check(*first)
         if len(batch.shape) < 2:  # f is called with one matrix at a time
             moved = [cache(partial(_perturbed_columns, batch, numbers(other_width), p_and_t)) for p_and_t in (True, False)]
-            _check_uncoupled(lambda u, p, t: derivative_at(derivative, u, p, t, None), first, moved, "f")
+            ends = [0, min(width, batch.size) - 1] if batch.size > 1 else []
+            beside = cache(partial(_columns, batch, numbers(width) % batch.size, True))
+            alone = {k: cache(partial(_columns, batch, numbers(other_width) * 0 + k, True)) for k in ends}
+            check = partial(_check_uncoupled, first=first, moved=moved, beside=beside, alone=alone)
+            check(lambda u, p, t: derivative_at(derivative, u, p, t, None), name="f")
             for event in events:
                 if event.condition is not None:
-                    _check_uncoupled(event.value, first, moved, "a condition of the events")
+                    check(event.value, name="a condition of the events")
                 if callable(event.times):
-                    _check_uncoupled(partial(_times, event), first, moved, "times(p) of the events")
+                    check(partial(_times, event), name="times(p) of the events")
                 if event.acts:
-                    _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
+                    check(partial(_affected_when_due, event, batch), name="an affect of the events")
         if traced:
             return check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
     return 0
@@ -85,9 +94,9 @@ def _widths(batch: Batch) -> list[int]:
     return [n for n in range(2, len(lengths) + 4) if n not in lengths][:2]
 
 
-def _columns(batch: Batch, ids: Array) -> tuple[Array, Tree, Array]:
+def _columns(batch: Batch, ids: Array, at_end: bool = False) -> tuple[Array, Tree, Array]:
     u, real = batch.u0[:, ids], np.zeros(0, batch.u0.dtype).real.dtype
-    t = on_device_of(batch.start, batch.u0)[ids].astype(real)
+    t = on_device_of(batch.end if at_end else batch.start, batch.u0)[ids].astype(real)
     return locked(u), batch.parameters(ids), locked(t)
 
 
@@ -97,18 +106,19 @@ def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Arr
     u, p, t = _columns(batch, ids)
     if p_and_t:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
-        p = batch.p.build([_perturbed(leaf, np.abs(leaf) + 1) if each else leaf for leaf, each in varying])
-        t = _perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
-    return _perturbed(u, np.abs(u) + 1), p, t
+        p = batch.p.build([perturbed(leaf, np.abs(leaf) + 1) if each else leaf for leaf, each in varying])
+        t = perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
+    return perturbed(u, np.abs(u) + 1), p, t
 
 
-def _perturbed(x: Array, size: Array) -> Array:
-    """Return columns of floats, perturbed by a fraction of `size`, except the last."""
+def perturbed(x: Array, size: Array) -> Array:
+    """Return columns, perturbed by a fraction of `size` if they are floats, except the last."""
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)
-    # With equal factors a sum over columns might not change.
-    factors = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
+    # With equal factors a sum over columns might not change. Both signs change a minimum and a maximum.
+    numbers = (np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)
+    factors = np.abs(np.cos(numbers)) * (1 - 2 * (numbers % x.shape[-1] % 2))
     others = (x + _MOVED * size * factors).astype(x.dtype)
     others[..., -1] = x[..., -1]
     return locked(others)
@@ -120,25 +130,59 @@ def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
     return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), t.size)
 
 
-def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:
-    value, other = fun(*first), None
-    for at in moved:
-        with suppress(Exception):  # f may be undefined at the perturbed arguments
-            other = fun(*at())
-            break
-    if other is None:
+def _affected_when_due(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
+    """Return the states after an event at the last of its given times, if any, instead of t; with all amounts of doses."""
+    if event.times is None or is_on_device(batch):
+        return affected(event, batch, u, p, t)
+    due = [np.broadcast_to(time, t.shape) for time in event.due(p) if np.shape(time) in ((), t.shape)]
+    if due:
+        t = locked(np.where(np.isfinite(due[-1]), due[-1], t).astype(t.dtype))
+    states, table = affected(event, batch, u, p, t), getattr(event.affect, "__self__", None)
+    amounts: Any = table.amount(p) if isinstance(table, DoseTable) and callable(table.amount) else ()
+    return np.vstack([states, *(np.broadcast_to(part, t.shape) for part in amounts if np.shape(part) in ((), t.shape))])
+
+
+def _check_uncoupled(
+    fun: Callable[..., Array],
+    name: str,
+    first: tuple,
+    moved: Sequence[Callable[[], tuple]],
+    beside: Callable[[], tuple],
+    alone: Mapping[int, Callable[[], tuple]],
+) -> None:
+    """Raise a ValueError if a trajectory's value depends on other columns.
+
+    `first`, `moved`: columns that begin with the first trajectory, and such that end with it, beside others. `beside`,
+    `alone`: columns, and for some of them only copies of this one.
+    """
+    value = fun(*first)
+    others = (_value_at(fun, at) for at in moved)
+    _require_same(value, 0, next((other for other in others if other is not None), None), -1, name)
+    together = _value_at(fun, beside) if alone else None
+    for k, at in alone.items():
+        _require_same(together, k, None if together is None else _value_at(fun, at), 0, name)
+
+
+def _value_at(fun: Callable[..., Array], at: Callable[[], tuple]) -> Array | None:
+    with suppress(Exception):  # f may be undefined at other arguments than those of the first call
+        return fun(*at())
+    return None
+
+
+def _require_same(value: Array | None, k: int, other: Array | None, j: int, name: str) -> None:
+    """Raise a ValueError if column k of a value differs from column j of another, unless one of them is None."""
+    if value is None or other is None:
         return
-    alone, shifted, xp = value[..., 0], other[..., -1], arrays_of(value)
+    one, same, xp, parts = value[..., k], other[..., j], arrays_of(value), [value, other]
     if xp is not None:  # one copy to the host
-        value = xp.to_host(np.stack([alone, shifted, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
-        alone, shifted, other = value[0], value[1], value[:0]
-    if alone.tobytes() == shifted.tobytes():
+        one, same, size = xp.to_host(np.stack([one, same, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
+        parts = [size]
+    if one.tobytes() == same.tobytes():
         return  # the usual case, without further arithmetic
-    finite = [part[np.isfinite(part)] for part in (value, other)]
-    largest = max((float(np.abs(part).max(initial=0.0)) for part in finite), default=0.0)
-    rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
-    if not np.allclose(alone, shifted, rtol=0, atol=rounding, equal_nan=True):
+    largest = max(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in parts)
+    rounding = _ROUNDINGS * float(np.finfo(value.dtype).eps) * largest
+    if not np.allclose(one, same, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
-            f"solve: {name} returns {alone.tolist()} for the first trajectory, but {shifted.tolist()} if the other "
-            f"columns change: trajectories must not depend on each other. {COUPLED}"
+            f"solve: {name} returns {one.tolist()} for a trajectory, but {same.tolist()} if the other columns change: "
+            f"trajectories must not depend on each other. {COUPLED}"
         )

@@ -260,3 +260,31 @@ def test_a_function_without_a_derivative_is_named():
         mpiad.grad(lambda x: anp.sum(anp.nancumprod(x) * x))(x)
     with pytest.raises(NotImplementedError, match=r"nancumprod can't be differentiated forwards"):
         mpiad.jvp(lambda x: anp.nancumprod(x) * x, x, x)
+
+
+def test_complex_directions_of_real_variables_are_refused(rank, size):
+    """Their imaginary parts would be lost; the products of both parts are those of the dense matrix."""
+    n, rng = 2 * size + 1, np.random.default_rng(0)
+    rows = slice(2 * rank, 2 * rank + 2 + (rank == size - 1))
+    matrix, u, z = rng.standard_normal((n, n)), np.linspace(0, 1, n), np.exp(1j * np.arange(n))
+
+    def fun(u):
+        return matrix[rows] @ mpiad.mpi_allgather(u, axis=0) + np.sin(u)
+
+    def energy(u):
+        return mpiad.mpi_allreduce(np.sum(u**4))
+
+    x, v, linear = u[rows], z[rows], mpiad.linearize(fun)(u[rows])
+    exact = (matrix + np.diag(np.cos(u))) @ z
+    np.testing.assert_allclose(linear.jvp(v.real) + 1j * linear.jvp(v.imag), exact[rows], rtol=1e-12)
+    products = {
+        "linear.jvp": lambda: linear.jvp(v), "batch": lambda: linear.jvp(np.stack([v, v]), batch=True),
+        "linear.vjp": lambda: linear.vjp(v), "make_vjp": lambda: mpiad.make_vjp(fun)(x)[0](v),
+        "jvp": lambda: mpiad.jvp(fun, x, v), "hvp": lambda: mpiad.hvp(energy)(x, v),
+        "make_hvp": lambda: mpiad.make_hvp(energy)(x).product(v), "number": lambda: mpiad.jvp(np.sin, 1.0, 1j),
+    }  # fmt: skip
+    for name, product in products.items():
+        with pytest.raises(TypeError, match="complex128 for a value or argument of float64: its imaginary part"):
+            print(name, product())
+    # A complex variable has complex directions.
+    np.testing.assert_allclose(mpiad.jvp(lambda x: x**2, 1.0 + 1j, 2j)[1], 2 * (1 + 1j) * 2j, rtol=1e-15)

@@ -223,6 +223,18 @@ def erf(u):
     return np.vectorize(math.erf)(u)
 
 
+@pytest.mark.serial
+def test_constants_among_the_states_of_a_generator(compiled):
+    chain = ODEProblem(lambda u, p, t: [-p[0] * u[0], p[1] * u[0] - u[1]], [1.0, 0.0], (0.0, 2.0), np.ones(2))
+    t, amounts, rates = np.linspace(0.2, 2, 7), np.array([1.0, 2.0, 0.7]), np.array([0.5, 0.7, 1.4])
+    data = amounts[:, None] * 0.3 / (1 - rates[:, None]) * (np.exp(-np.outer(rates, t)) - np.exp(-t))
+    found = fit(
+        chain, lambda u, p, data: u[:, 1] - data, np.ones((3, 2)) * [1.2, 0.9], data=data, saveat=t, rtol=1e-10, atol=1e-10,
+        prob_generator=lambda problem, x: remake(problem, u0=[x[0], 0.0], p=[x[1], 0.3]), compile=compiled,
+    )  # fmt: skip
+    np.testing.assert_allclose(found.p, np.stack([amounts, rates], axis=1), rtol=1e-5)
+
+
 def rows(u, p, data):
     return u[:, 0] - np.ones(11)
 
@@ -250,6 +262,13 @@ REFUSED = {
     ),
     "generator": ({"prob_generator": lambda problem, x: x}, TypeError, "prob_generator must return its problem"),
     "sum in it": ({"prob_generator": lambda one, x: remake(one, p=[anp.sum(x), x[1]])}, ValueError, "np.sum.x, axis=0"),
+    "coupled generator": (
+        {"prob_generator": lambda one, x: remake(one, u0=[x[0] / anp.sum(x)])}, ValueError, "u0 or p that prob_.*depends",
+    ),
+    "coupled by the mean": ({"residuals": lambda u, p, data: u[:, 0] - anp.mean(u)}, ValueError, "on other trajectories"),
+    "largest rate": (
+        {"prob_generator": lambda one, x: remake(one, p=[x[0] * 0 + anp.max(x[0]), x[1]])}, ValueError, "prob_gen.*depends",
+    ),
     "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU isn't supported"),
     "output_func": ({"ensemble": EnsembleProblem(DECAY, output_func=lambda sol, i: (0, False))}, ValueError, "output_func"),
 }  # fmt: skip

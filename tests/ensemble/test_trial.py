@@ -46,6 +46,55 @@ def test_conditions_are_tried_too():
         solve(TWO, events=Event(lambda u, p, t: np.linalg.norm(u) - 1.0))
 
 
+OF_TABLES = {
+    "smallest": lambda u, p, t: -np.min(p["k"]) * u,
+    "largest": lambda u, p, t: -np.max(p["k"]) * u,
+    "integers": lambda u, p, t: -0.1 * np.max(p["n"]) * u,
+    "booleans": lambda u, p, t: np.where(np.any(p["on"]), -u, u),
+    "late": lambda u, p, t: -p["k"][0] * u + np.where(t > 0.5, np.max(p["k"]), 0.0),
+}
+GIVEN = {
+    "doses": Event.doses([0.5], lambda p: [np.max(p["k"])], 0),
+    "first of two doses": Event.doses([0.25, 0.5], lambda p: [np.max(p["k"]), 1.0], 0),
+    "late affect": Event(times=[0.75], affect=lambda u, p, t: u + np.where(t > 0.5, np.max(p["k"]), 0.0)),
+}
+K = np.array([[0.1, 0.9], [0.4, 1.0], [0.6, 0.5]])
+
+
+def of_tables(f, order=slice(None)):
+    given = {
+        "k": K[order],
+        "n": np.array([[9, 2], [1, 4], [0, 1]])[order],
+        "on": np.array([[1, 0], [0, 0], [0, 0]], bool)[order],
+    }
+    single = {name: rows[0] for name, rows in given.items()}
+    return EnsembleProblem(ODEProblem(f, [1.0], (0.0, 1.0), single), p=given)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("compile", ["auto", False, True])
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["in order", "reversed"])
+@pytest.mark.parametrize("name", [*OF_TABLES, *GIVEN])
+def test_extremes_and_what_couples_later_are_refused(name, order, compile):
+    problem = of_tables(OF_TABLES.get(name, lambda u, p, t: -p["k"][0] * u), order)
+    with pytest.raises(ValueError, match="must not depend on each other"):
+        solve(problem, events=GIVEN.get(name, ()), compile=compile)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("compile", [False, True])
+def test_extremes_along_the_components_pass(compile):
+    def f(u, p, t):
+        on = np.any(p["on"], axis=0)
+        return np.where(on, -1.0, -0.1) * np.max(p["n"], axis=0) * u + np.where(t > 0.5, np.min(p["k"], axis=0), 0.0)
+
+    dose = Event.doses([0.25, 0.75], lambda p: [np.max(p["k"], axis=0), np.min(p["k"], axis=0)], 0)
+    found = solve(of_tables(f), rtol=1e-10, atol=1e-10, dtmax=0.05, events=dose, compile=compile).u_end[:, 0]
+    rate, least, most = np.array([9.0, 0.4, 0.1]), K.min(axis=1), K.max(axis=1)
+    expected = np.exp(-rate) + most * np.exp(-0.75 * rate) + least * np.exp(-0.25 * rate)
+    np.testing.assert_allclose(found, expected + least * (1 - np.exp(-0.5 * rate)) / rate, rtol=1e-6)
+
+
 @pytest.mark.serial
 def test_infinite_states_are_no_coupling():
     assert solve(remake(TWO, u0=[np.inf, 1.0])).retcode == "Unstable"

@@ -254,6 +254,15 @@ def test_single_precision_stays_single():
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 2.0, np.int64(2), np.float32(2)])
+def test_powers_of_booleans_have_numpys_dtypes(exponent):
+    x, powers = np.array([1.5, -1.0, 2.0], np.float32), lambda x: (x > 0) ** exponent
+    for fun in (powers, lambda x: powers(x) * np.int8(100) + powers(x) * np.int8(100), lambda x: powers(x) * x):
+        expected, found = fun(x), mpiad.jit(fun)(x)
+        assert expected.dtype == found.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_single_precision_is_rounded_before_doubles_read_it():
     """Bit for bit: no sum of a product, which may be one operation, is among them."""
     x, y = X.astype(np.float32), further(X)
