@@ -193,13 +193,18 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     >>> print(*mpiad.make_jvp(lambda x: mpiad.mpi_allreduce(x**2) / size)(3.0)(1.0))
     9.0 6.0
     """
+    return _pushed(fun, argnum, "jvp")
+
+
+def _pushed(fun: Function, argnum: Argnum, call: str) -> Callable[..., Callable]:
+    """Implement `make_jvp` and `hvp`; `call` is named in errors."""
 
     def at(*args: Any, **kwargs: Any) -> Callable:
-        variables = variables_of(args, argnum, "make_jvp")
+        variables = variables_of(args, argnum, call)
 
         def evaluate(v: Tree) -> tuple[Tree, Tree]:
-            leaves = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
-            tangents = [_shaped(leaves[place], variables.leaves[place], "jvp") for place in variables.places]
+            leaves = _leaves_of(v, len(variables.leaves), f"{call}: v", "argument")
+            tangents = [_shaped(leaves[place], variables.leaves[place], call) for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
 
         return evaluate
@@ -258,7 +263,7 @@ def hvp(
 
     @recoverable("hvp", comm)
     def evaluate(*args: Any, **kwargs: Any) -> Tree:
-        return make_jvp(gradient, argnum)(*args[:-1], **kwargs)(args[-1])[1]
+        return _pushed(gradient, argnum, "hvp")(*args[:-1], **kwargs)(args[-1])[1]
 
     return evaluate
 

@@ -171,5 +171,11 @@ def _exchanged(
     requests += [
         mpi_isend(block, edge.peer, tag=_TAG + edge.direction, comm=comm) for block, edge in zip(blocks, edges.destinations)
     ]
-    arrays = mpi_waitall(requests)[: len(lengths)]
+    try:
+        arrays = mpi_waitall(requests)[: len(lengths)]
+    except ValueError as error:
+        raise ValueError(
+            f"{call}: a neighbor sends another length or dtype than is expected here. Pass received, the number of entries "
+            f"that arrive from each neighbor along axis {axis}, and the same dtype on all ranks ({error})"
+        ) from error
     return concatenate(arrays or empty, axis)

@@ -286,5 +286,7 @@ def test_complex_directions_of_real_variables_are_refused(rank, size):
     for name, product in products.items():
         with pytest.raises(TypeError, match="complex128 for a value or argument of float64: its imaginary part"):
             print(name, product())
+    with pytest.raises(TypeError, match=rf"hvp: expected shape \({len(x)},\), .* got \({len(x) + 1},\)"):
+        mpiad.hvp(energy)(x, np.ones(len(x) + 1))
     # A complex variable has complex directions.
     np.testing.assert_allclose(mpiad.jvp(lambda x: x**2, 1.0 + 1j, 2j)[1], 2 * (1 + 1j) * 2j, rtol=1e-15)
