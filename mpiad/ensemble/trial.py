@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.ensemble.batch import Batch, is_on_device, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Columns, derivative_of, locked
 from mpiad.ensemble.event import DoseTable, Event, affected
@@ -60,9 +59,12 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> int:
                 if event.condition is not None:
                     check(event.value, name="a condition of the events")
                 if callable(event.times):
-                    check(partial(_times, event), name="times(p) of the events")
+                    check(partial(_given, event.due), name="times(p) of the events")
                 if event.acts:
                     check(partial(_affected_when_due, event, batch), name="an affect of the events")
+                table = getattr(event.affect, "__self__", None)
+                if isinstance(table, DoseTable) and callable(table.amount):
+                    check(partial(_given, table.amount), name="amounts(p) of Event.doses")
         if traced:
             return check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
     return 0
@@ -124,22 +126,18 @@ def perturbed(x: Array, size: Array) -> Array:
     return locked(others)
 
 
-def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
-    """Return an event's given times, shape (m, n), except times of a wrong shape, which `GivenTimes` rejects."""
-    due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
-    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), t.size)
+def _given(numbers: Function, u: Array, p: Tree, t: Array) -> Array:
+    """Return times or amounts, shape (m, n), except those of a wrong shape, which `GivenTimes` and `affect` reject."""
+    rows = [np.broadcast_to(row, t.shape) for row in numbers(p) if np.shape(row) in ((), t.shape)]
+    return np.array(rows).reshape(len(rows), t.size)
 
 
 def _affected_when_due(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event at the last of its given times, if any, instead of t; with all amounts of doses."""
-    if event.times is None or is_on_device(batch):
-        return affected(event, batch, u, p, t)
-    due = [np.broadcast_to(time, t.shape) for time in event.due(p) if np.shape(time) in ((), t.shape)]
-    if due:
-        t = locked(np.where(np.isfinite(due[-1]), due[-1], t).astype(t.dtype))
-    states, table = affected(event, batch, u, p, t), getattr(event.affect, "__self__", None)
-    amounts: Any = table.amount(p) if isinstance(table, DoseTable) and callable(table.amount) else ()
-    return np.vstack([states, *(np.broadcast_to(part, t.shape) for part in amounts if np.shape(part) in ((), t.shape))])
+    """Return the states after an event, at the last of its given times instead of t, if any."""
+    if event.times is not None and not is_on_device(batch):
+        due = _given(event.due, u, p, t)[-1:]
+        t = locked(np.where(np.isfinite(due), due, t)[0].astype(t.dtype)) if len(due) else t
+    return affected(event, batch, u, p, t)
 
 
 def _check_uncoupled(
