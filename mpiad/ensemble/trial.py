@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
+from typing import NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -109,18 +110,20 @@ def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Arr
     if p_and_t:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
         p = batch.p.build([perturbed(leaf, np.abs(leaf) + 1) if each else leaf for leaf, each in varying])
-        t = perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
+        t = perturbed(
+            t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t, both_ways=False
+        )  # not before the start
     return perturbed(u, np.abs(u) + 1), p, t
 
 
-def perturbed(x: Array, size: Array) -> Array:
-    """Return columns, perturbed by a fraction of `size` if they are floats, except the last."""
+def perturbed(x: Array, size: Array, both_ways: bool = True) -> Array:
+    """Return columns, except the last perturbed by a fraction of `size`, in turn up and down, if they are floats."""
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)
     # With equal factors a sum over columns might not change. Both signs change a minimum and a maximum.
     numbers = (np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)
-    factors = np.abs(np.cos(numbers)) * (1 - 2 * (numbers % x.shape[-1] % 2))
+    factors = np.abs(np.cos(numbers)) * (1 - 2 * (numbers % x.shape[-1] % 2) if both_ways else 1)
     others = (x + _MOVED * size * factors).astype(x.dtype)
     others[..., -1] = x[..., -1]
     return locked(others)
@@ -153,12 +156,20 @@ def _check_uncoupled(
     `first`, `moved`: columns that begin with the first trajectory, and such that end with it, beside others. `beside`,
     `alone`: columns, and for some of them only copies of this one.
     """
-    value = fun(*first)
+    value, pairs = fun(*first), list[_Pair]()
     others = (_value_at(fun, at) for at in moved)
-    _require_same(value, 0, next((other for other in others if other is not None), None), -1, name)
-    together = _value_at(fun, beside) if alone else None
-    for k, at in alone.items():
-        _require_same(together, k, None if together is None else _value_at(fun, at), 0, name)
+    if (other := next((other for other in others if other is not None), None)) is not None:
+        pairs.append(_Pair(value, 0, other, -1))
+    if alone and (together := _value_at(fun, beside)) is not None:
+        copies = {k: _value_at(fun, at) for k, at in alone.items()}
+        pairs += [_Pair(together, k, other, 0) for k, other in copies.items() if other is not None]
+    xp = arrays_of(value)
+    if xp is not None and pairs:  # one copy to the host
+        rows: Array = np.moveaxis(xp.to_host(np.stack([row for pair in pairs for row in pair.rows()])), 0, -1)
+        parts = [rows[..., k : k + 3] for k in range(0, rows.shape[-1], 3)]
+        pairs = [_Pair(part, 0, part, 1) for part in parts]
+    for pair in pairs:
+        pair.require_same(name)
 
 
 def _value_at(fun: Callable[..., Array], at: Callable[[], tuple]) -> Array | None:
@@ -167,20 +178,28 @@ def _value_at(fun: Callable[..., Array], at: Callable[[], tuple]) -> Array | Non
     return None
 
 
-def _require_same(value: Array | None, k: int, other: Array | None, j: int, name: str) -> None:
-    """Raise a ValueError if column k of a value differs from column j of another, unless one of them is None."""
-    if value is None or other is None:
-        return
-    one, same, xp, parts = value[..., k], other[..., j], arrays_of(value), [value, other]
-    if xp is not None:  # one copy to the host
-        one, same, size = xp.to_host(np.stack([one, same, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
-        parts = [size]
-    if one.tobytes() == same.tobytes():
-        return  # the usual case, without further arithmetic
-    largest = max(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in parts)
-    rounding = _ROUNDINGS * float(np.finfo(value.dtype).eps) * largest
-    if not np.allclose(one, same, rtol=0, atol=rounding, equal_nan=True):
-        raise ValueError(
-            f"solve: {name} returns {one.tolist()} for a trajectory, but {same.tolist()} if the other columns change: "
-            f"trajectories must not depend on each other. {COUPLED}"
-        )
+class _Pair(NamedTuple):
+    """Two values, shapes (..., n) and (..., m), in whose columns k and j is the same trajectory."""
+
+    value: Array
+    k: int
+    other: Array
+    j: int
+
+    def rows(self) -> list[Array]:
+        """Return both columns, and the largest absolute values of the first value."""
+        one, same = self.value[..., self.k], self.other[..., self.j]
+        return [one, same, np.max(np.abs(self.value), axis=-1).astype(one.dtype)]
+
+    def require_same(self, name: str) -> None:
+        """Raise a ValueError if both columns differ by more than rounding errors."""
+        one, same = self.value[..., self.k], self.other[..., self.j]
+        if one.tobytes() == same.tobytes():
+            return  # the usual case, without further arithmetic
+        largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (self.value, self.other))
+        rounding = _ROUNDINGS * float(np.finfo(np.result_type(one, np.float32)).eps) * largest
+        if not np.allclose(one, same, rtol=0, atol=rounding, equal_nan=True):
+            raise ValueError(
+                f"solve: {name} returns {one.tolist()} for a trajectory, but {same.tolist()} if the other columns change: "
+                f"trajectories must not depend on each other. {COUPLED}"
+            )

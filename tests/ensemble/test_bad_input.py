@@ -307,7 +307,7 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
             Event(times=[0.5], affect=lambda u, p, t: u + np.sum(u)),
             {},
             ValueError,
-            "an affect of the events returns .* for the first",
+            "an affect of the events returns .* for a trajectory",
         ),
         (Event(times=[0.5], affect=lambda u, p, t: 1j * u), {}, TypeError, "affect returned complex128"),
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),

@@ -192,3 +192,10 @@ def test_conditions_see_states_as_f_does():
     np.testing.assert_allclose(autograd.grad(autograd.grad(when))(2.0), np.log(2) / 4, rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"u0 has shape \(2, 3\)"):
         solve(ODEProblem(lambda u, p, t: -u, np.ones((2, 3)), (0.0, 1.0)), events=Event(lambda u, p, t: u[0]))
+
+
+@pytest.mark.serial
+def test_integers_among_given_times_are_compared_too():
+    problem = of_tables(lambda u, p, t: -p["k"][0] * u)
+    with pytest.raises(ValueError, match=r"times\(p\) of the events returns \[9\].*must not depend"):
+        solve(problem, events=Event(times=lambda p: [np.max(p["n"])], affect=lambda u, p, t: u))
