@@ -290,7 +290,7 @@ def _held(x: object, seen: set[int]) -> Iterator[Array]:
     """Yield the arrays in the closure of a function."""
     x = getval(x)
     if isinstance(x, np.ndarray):
-        if x.dtype != object:
+        if x.dtype != object and not getattr(x, "is_working_memory", False):
             yield x
     elif isinstance(x, (tuple, list, dict, functools.partial, FunctionType)) and id(x) not in seen:
         seen.add(id(x))

@@ -20,7 +20,6 @@ from mpiad.differentiation.gradient import cotangents_of_variables, grad, requir
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.products import Linearization, linearization_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
-from mpiad.errors import RequestError
 from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
@@ -206,8 +205,9 @@ def _agreed_spec(
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
     specs, copies, every = zip(*channel.data.allgather((local_spec, shapes_text(shapes), sizes)))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
-    if any(problem and problem.kind is RequestError for problem, *_ in specs):
-        raise agreed(channel, RequestError(f"jacobian: {'; '.join(problems)}"))
+    kinds = [problem.kind for problem, *_ in specs if problem and problem.kind is not TypeError]
+    if kinds:  # requests that weren't waited for, or arrays that changed
+        raise agreed(channel, kinds[0](f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(channel, copies_error(copies, "jacobian"))
     forms = {(shape, dtype) for _, shape, dtype, contributes in specs if contributes}

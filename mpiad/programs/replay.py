@@ -673,6 +673,7 @@ class Lease(np.ndarray):
     """A view of a replay's memory, which gives back the replay when nothing refers to it any more."""
 
     replay: Replay
+    is_working_memory = True  # reverse passes overwrite it, so debug mode doesn't compare it
 
     def __del__(self) -> None:
         if hasattr(self, "replay"):  # arrays that NumPy derives have none

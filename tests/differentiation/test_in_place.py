@@ -479,6 +479,35 @@ def test_debug_mode_reports_a_plain_array_that_changes_after_it_was_read() -> No
             vjp(V)
 
 
+def test_several_reverse_passes_of_a_compiled_function_in_debug_mode(rank, size):
+    """They overwrite the memory of the program, which no array of the user is; a change of one of those is reported."""
+    rows = np.arange(18.0).reshape(6, 3) / 6 + rank
+
+    def sines(x: Any) -> Any:
+        return mpiad.mpi_allreduce(rows.T @ anp.sin(rows @ x))
+
+    def changed(x: Any) -> Any:
+        c = np.ones(3)
+        y = mpiad.jit(lambda x, c: mpiad.mpi_allreduce(x * c))(x, c)
+        c *= 2.0
+        return y
+
+    def two_products(f: Any) -> list:
+        return [f.vjp(x, V[:3]), f.vjp(x, 2 * V[:3])]
+
+    x = np.array([0.1, 0.2, -0.3])
+    every = np.concatenate([rows - rank + r for r in range(size)])
+    exact = every.T @ (np.cos(every @ x)[:, None] * every)
+    with mpiad.debug.checked():
+        found = mpiad.jacobian(mpiad.jit(sines), shared=True)(x)
+        products = mpiad.drive(two_products, mpiad.jit(sines))
+        with pytest.raises(RuntimeError, match="reads an array of shape .* changed in place afterwards"):
+            mpiad.jacobian(changed, shared=True)(x)
+    np.testing.assert_allclose(found, exact, rtol=1e-12)
+    if rank == 0:
+        np.testing.assert_allclose(products, [V[:3] @ exact, 2 * V[:3] @ exact], rtol=1e-12)
+
+
 @pytest.mark.serial
 @pytest.mark.limit(120)
 @pytest.mark.filterwarnings("ignore")
