@@ -287,7 +287,7 @@ def _checksum(x: Array) -> int:
 
 
 def _held(x: object, seen: set[int]) -> Iterator[Array]:
-    """Yield the arrays in the closure of a function."""
+    """Yield the arrays in the closure of a function, except the memory of compiled programs."""
     x = getval(x)
     if isinstance(x, np.ndarray):
         if x.dtype != object and not getattr(x, "is_working_memory", False):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
 from mpiad.ensemble.solve_options import SolveOptions, as_tuple, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
-from mpiad.ensemble.trial import perturbed
+from mpiad.ensemble.trial import first_defined, perturbed
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -246,7 +245,6 @@ class SensitivitySolve:
         # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory. `first`:
         # the index of the batch's first trajectory.
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
-        self._is_uncoupled = False  # whether the generator has been checked
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def starting(self, x: Array, batch: Batch) -> Batch:
@@ -260,9 +258,8 @@ class SensitivitySolve:
         with restoring_state(), Bundle() as bundle:
             boxed, share = bundle.variable(variables, unit_tangents(variables)), self._batch.share(ids)
             traced = _generated(bundle, self._generator, share, boxed) if self._generator else self.starting(boxed, share)
-            if self._generator and not self._is_uncoupled:
+            if self._generator and not self._checked:
                 self._check_uncoupled(self._generator, traced.plain(), variables, ids)
-                self._is_uncoupled = True
             traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
             batch = traced.plain()
             if any(event.acts for event in settings.events):
@@ -271,7 +268,7 @@ class SensitivitySolve:
             args, along = zip(*map(bundle.parts, (traced.u0, traced.start, traced.end, due, *traced.p.leaves)))
         if times is not None and not self._checked:  # at the start, for all trajectories
             check_schedules(times, batch, settings.saveat, self._first)
-            self._checked = True
+        self._checked = True
         plan = self._compiler.plan(batch, settings, traced)
         begun = (batch, settings) if times is None else started(batch, settings, times, isbox(due))
         outcome = self._compiler.run_planned(plan, *begun, traced)
@@ -284,12 +281,9 @@ class SensitivitySolve:
         """Check that u0 and p of the first and the last trajectory don't depend on other columns of the variables x."""
         for k in {0, len(ids) - 1} if len(ids) > 1 else ():
             copies = _copies(k, len(ids))
-            for columns in _beside_others(x[:, copies]):
-                with suppress(Exception), Bundle() as bundle:
-                    boxed = bundle.variable(columns, unit_tangents(columns))
-                    alone = _generated(bundle, generator, self._batch.share(ids[copies]), boxed).plain()
-                    break
-            else:
+            share = self._batch.share(ids[copies])
+            alone = first_defined(partial(_plain, generator, share, columns) for columns in _beside_others(x[:, copies]))
+            if alone is None:
                 continue
             pairs = [(batch.u0, alone.u0, True), *zip(batch.p.leaves, alone.p.leaves, batch.p.varies)]
             for value, copied, varies in pairs:
@@ -301,6 +295,12 @@ class SensitivitySolve:
                         f"{np.ravel(other)[:4]} beside columns near its own, {x[:, k]}. It is called with columns, x of "
                         f"shape {x.shape}: write sums as np.sum(x, axis=0)."
                     )
+
+
+def _plain(generator: Generator, batch: Batch, x: Array) -> Batch:
+    """Return the values of `_generated`."""
+    with Bundle() as bundle:
+        return _generated(bundle, generator, batch, bundle.variable(x, unit_tangents(x))).plain()
 
 
 def _copies(k: int, count: int) -> Array:
@@ -445,11 +445,9 @@ class Residuals:
     def _check(self, x: Array, u: Array, ids: Array) -> None:
         """Check that columns don't depend on each other, by a call in which the first one is beside others near it."""
         first, copies = self._plain(x, u, ids)[:, 0], _copies(0, len(ids))
-        copied = first
-        for columns, states in zip(_beside_others(x.T[:, copies]), _beside_others(u[..., copies])):
-            with suppress(Exception):
-                copied = self._plain(columns.T, states, ids[copies])[:, -1]
-                break
+        beside = zip(_beside_others(x.T[:, copies]), _beside_others(u[..., copies]))
+        near = first_defined(partial(self._plain, columns.T, states, ids[copies]) for columns, states in beside)
+        copied = first if near is None else near[:, -1]
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "

@@ -12,10 +12,10 @@ The results for a trajectory must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import autograd.numpy as anp
 import numpy as np
@@ -28,6 +28,8 @@ from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import arrays_of
+
+T = TypeVar("T")
 
 # Relative size of the perturbation; bound on relative rounding errors, in units of the machine precision.
 _MOVED, _ROUNDINGS = 0.01, 1e4
@@ -110,14 +112,16 @@ def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Arr
     if p_and_t:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
         p = batch.p.build([perturbed(leaf, np.abs(leaf) + 1) if each else leaf for leaf, each in varying])
-        t = perturbed(
-            t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t, both_ways=False
-        )  # not before the start
+        span = on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t
+        t = perturbed(t, span, both_ways=False)  # not before the start
     return perturbed(u, np.abs(u) + 1), p, t
 
 
 def perturbed(x: Array, size: Array, both_ways: bool = True) -> Array:
-    """Return columns, except the last perturbed by a fraction of `size`, in turn up and down, if they are floats."""
+    """Return columns of floats, all but the last perturbed by a fraction of `size`, in turn up and down.
+
+    Without `both_ways` all are perturbed in the direction of `size`. Integers and booleans are returned as they are.
+    """
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)
@@ -137,7 +141,7 @@ def _given(numbers: Function, u: Array, p: Tree, t: Array) -> Array:
 
 def _affected_when_due(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     """Return the states after an event, at the last of its given times instead of t, if any."""
-    if event.times is not None and not is_on_device(batch):
+    if event.times is not None:
         due = _given(event.due, u, p, t)[-1:]
         t = locked(np.where(np.isfinite(due), due, t)[0].astype(t.dtype)) if len(due) else t
     return affected(event, batch, u, p, t)
@@ -157,11 +161,10 @@ def _check_uncoupled(
     `alone`: columns, and for some of them only copies of this one.
     """
     value, pairs = fun(*first), list[_Pair]()
-    others = (_value_at(fun, at) for at in moved)
-    if (other := next((other for other in others if other is not None), None)) is not None:
+    if (other := first_defined(lambda at=at: fun(*at()) for at in moved)) is not None:
         pairs.append(_Pair(value, 0, other, -1))
-    if alone and (together := _value_at(fun, beside)) is not None:
-        copies = {k: _value_at(fun, at) for k, at in alone.items()}
+    if alone and (together := first_defined([lambda: fun(*beside())])) is not None:
+        copies = {k: first_defined([lambda at=at: fun(*at())]) for k, at in alone.items()}
         pairs += [_Pair(together, k, other, 0) for k, other in copies.items() if other is not None]
     xp = arrays_of(value)
     if xp is not None and pairs:  # one copy to the host
@@ -172,9 +175,11 @@ def _check_uncoupled(
         pair.require_same(name)
 
 
-def _value_at(fun: Callable[..., Array], at: Callable[[], tuple]) -> Array | None:
-    with suppress(Exception):  # f may be undefined at other arguments than those of the first call
-        return fun(*at())
+def first_defined(calls: Iterable[Callable[[], T]]) -> T | None:
+    """Return the first result that can be computed, None if there is none: functions may be undefined at some arguments."""
+    for call in calls:
+        with suppress(Exception):
+            return call()
     return None
 
 

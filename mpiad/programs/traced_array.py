@@ -181,15 +181,13 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
     return method
 
 
-def _power() -> Callable[[TracedArray, Any], Any]:
-    power = _binary(np.power)
+_raised = _binary(np.power)
 
-    def method(self: TracedArray, other: Any) -> Any:
-        if self.dtype.kind == "b" and not self.weak and type(other) is int and other == 2:
-            return power(self.astype(np.int8), other)  # NumPy squares the array, and np.square of booleans is int8
-        return power(self, other)
 
-    return method
+def _power(self: TracedArray, other: Any) -> Any:
+    if self.dtype.kind == "b" and not self.weak and type(other) is int and other == 2:
+        return _raised(self.astype(np.int8), other)  # NumPy squares the array, and np.square of booleans is int8
+    return _raised(self, other)
 
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
@@ -382,7 +380,7 @@ class TracedArray:
     __mod__, __rmod__ = _binary(np.remainder), _binary(np.remainder, True)
     __ifloordiv__, __imod__ = map(_in_place, (np.floor_divide, np.remainder))
     __iand__, __ior__, __ixor__ = map(_in_place, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
-    __pow__, __rpow__, __ipow__ = _power(), _binary(np.power, True), _in_place(np.power)
+    __pow__, __rpow__, __ipow__ = _power, _binary(np.power, True), _in_place(np.power)
     __matmul__, __rmatmul__, __imatmul__ = _binary(np.matmul), _binary(np.matmul, True), _in_place(np.matmul)
     __and__, __rand__ = _binary(np.bitwise_and), _binary(np.bitwise_and, True)
     __or__, __ror__ = _binary(np.bitwise_or), _binary(np.bitwise_or, True)

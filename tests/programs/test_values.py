@@ -263,6 +263,7 @@ def test_powers_of_booleans_have_numpys_dtypes(exponent):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.serial
 def test_single_precision_is_rounded_before_doubles_read_it():
     """Bit for bit: no sum of a product, which may be one operation, is among them."""
     x, y = X.astype(np.float32), further(X)
