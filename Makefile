@@ -225,7 +225,7 @@ test-notebook: .venv-notebook/.ready ## run cells of `%%mpiad` through a kernel 
 
 recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and model servers of other packages (installs them)
 	@.venv-recipes/bin/python tests/launch.py --ranks 1 --limit $(LIMIT) -- -m pytest --with-mpi -p no:cacheprovider \
-		$(PYTEST_FLAGS) -k "samplers_and_optimizers or other_frameworks or interop" tests/docs tests/interop
+		$(PYTEST_FLAGS) -k "samplers_and_optimizers or other_frameworks or interop" tests/docs tests/interop tests/testing
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q $(SPHINX_FLAGS) -b html docs docs/_build/html

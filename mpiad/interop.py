@@ -86,7 +86,7 @@ def from_torch(fun: Function) -> Function:
         A function of pytrees (dicts, lists and tuples) of tensors and numbers that `torch.func` can differentiate. It
         returns a pytree of floating-point or complex tensors, and must not change its arguments in place. Parameters of a
         module are constants; to differentiate with respect to them, pass them as an argument, and call the module by
-        `torch.func.functional_call`.
+        `torch.func.functional_call`. A `torch.autograd.Function` needs the static method ``setup_context``.
 
     Returns
     -------

@@ -218,9 +218,12 @@ def test_functions_of_other_frameworks(rank, size, package):
 
         class Wrong(module.autograd.Function):
             @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
+            def forward(x):
                 return x * x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.save_for_backward(*inputs)
 
             @staticmethod
             def backward(ctx, g):
