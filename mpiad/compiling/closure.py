@@ -28,6 +28,7 @@ from types import (
     CodeType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -43,11 +44,19 @@ from mpiad._typing import Array
 
 # Functions that read objects that the code doesn't name.
 _HIDDEN_READS = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
+# Functions and methods of constant libraries whose results change from call to call, or that read or write files.
+_UNREPEATABLE = frozenset(
+    """random rvs resample bootstrap permutation_test monte_carlo_test differential_evolution dual_annealing basinhopping
+    shgo datetime64 io datasets load loadtxt genfromtxt fromfile fromregex memmap open_memmap DataSource save savez
+    savez_compressed savetxt tofile dump""".split()
+)
+_OF_DISTRIBUTIONS = frozenset({"rvs", "resample"})  # methods that draw, refused for the result of a call, too
 _NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = (*_NUMBERS_AND_TEXTS, np.generic, CodeType, range, type(...), np.dtype)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, slice, partial)
 _VALUES = (*_PLAIN, *_CONTAINERS, np.ndarray)  # read as a whole
 _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescriptorType)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, *_FUNCTIONS_IN_C)
 _STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, SimpleNamespace, *_VALUES)}
 MISSING, _UNFOLLOWED = object(), object()
 
@@ -92,6 +101,12 @@ class FunctionReader:
     def library_object(self, value: object) -> None:
         """Record an instance of a class of a constant library."""
 
+    def kind(self, value: object) -> None:
+        """Record the class of an object in which attributes are looked up."""
+
+    def slot(self, value: object, name: str, part: object) -> None:
+        """Record an attribute in a slot of an object; the attribute is read afterwards."""
+
     # ---- objects of all kinds
 
     def read(self, value: object) -> None:
@@ -101,6 +116,8 @@ class FunctionReader:
             return
         if self.is_known(value):
             return
+        if type(value) in _FUNCTIONS and _is_in(str(getattr(value, "__module__", "")), self.constant_modules):
+            _require_repeatable(getattr(value, "__name__", ""))
         read = _reader_for(type(value))
         self.other(value) if read is None else read(self, value)
         if isinstance(value, _VALUES):
@@ -114,6 +131,13 @@ class FunctionReader:
         for attributes in _reads_of_first_argument(fun.__code__):
             self.reading = f"{'.'.join((fun.__code__.co_varnames[0], *attributes))} in {fun.__qualname__}"
             self._chain(value, attributes)
+        for attributes in _reads_of_super(fun.__code__):
+            self.reading = f"{'.'.join(('super()', *attributes))} in {fun.__qualname__}"
+            owner, name, *others = content_of(_cells(fun)["__class__"]), *attributes
+            mro = type(value).__mro__
+            if owner not in mro:  # the first argument is a class
+                raise Unknown
+            self._chain(self._stored(value, name, {}, mro[mro.index(owner) + 1 :]), others)
 
     def read_held(self, value: object) -> None:
         """Record an object found in a function or object of a library, if it may come from the user."""
@@ -121,12 +145,16 @@ class FunctionReader:
             self.read(value)
 
     def read_state(self, value: object) -> None:
-        """Record all attributes in the `__dict__` of an object."""
+        """Record all attributes in the `__dict__` and in the slots of an object."""
         state = getattr(value, "__dict__", None)
         if state:
             self.container(state, parts_of(state))
             for part in state.values():
                 self.read_held(part)
+        for name in slots_of(type(value)):
+            part = getattr(value, name, MISSING)
+            self.slot(value, name, part)
+            self.read_held(part)
 
     def other(self, value: object) -> None:
         """Record an object of a class that isn't in `_READERS`."""
@@ -153,7 +181,7 @@ class FunctionReader:
 
     def _function(self, value: FunctionType) -> None:
         code, module = value.__code__, value.__globals__.get("__name__", "")
-        cells = dict(zip(code.co_freevars, value.__closure__ or ()))
+        cells = _cells(value)
         is_primitive = module == "autograd.tracer"  # `primitive(f)`, where f is NumPy's or the user's
         if is_primitive or _is_in(module, self.constant_modules):  # for example a derivative of a user's function
             self.constant(value if is_primitive else code)
@@ -181,6 +209,7 @@ class FunctionReader:
 
     def _method(self, value: MethodType) -> None:
         if self.is_constant(value.__self__):
+            _require_repeatable(value.__name__)
             self.read(value.__self__)
         elif not isinstance(value.__func__, FunctionType):
             raise Unknown("a method")
@@ -226,22 +255,26 @@ class FunctionReader:
         """Return a stored attribute, and record its name; `_UNFOLLOWED` if `value` must be recorded with all its parts."""
         kind, is_module = type(value), isinstance(value, ModuleType)
         if self.is_constant(value):
-            if is_module and name == "random":
-                raise Unknown("random numbers")
+            _require_repeatable(name)
             return getattr(value, name, None) if is_module else _UNFOLLOWED
         if kind is ModuleType:
             own, bases = value.__dict__, ()
         elif kind is type:
             own, bases = {}, value.__mro__
         elif kind.__getattribute__ in _STANDARD_LOOKUPS:
+            self.kind(value)
             own, bases = getattr(value, "__dict__", {}), kind.__mro__
         else:
             raise Unknown
+        return self._stored(value, name, own, bases)
+
+    def _stored(self, value: Any, name: str, own: Mapping[str, Any], bases: Sequence[type]) -> Any:
+        """Return an attribute that is stored in `own` or in one of the classes `bases`; see `attribute`."""
         common = next((base.__dict__[name] for base in bases if name in base.__dict__), MISSING)
         method = self._wrapped(common) or common
         if isinstance(common, staticmethod):
             common = common.__func__
-        elif isinstance(method, FunctionType) and kind is not type:
+        elif isinstance(method, FunctionType) and type(value) is not type:
             common = MethodType(method, value)
         elif hasattr(type(common), "__get__") or (common is MISSING and name not in own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
@@ -289,6 +322,28 @@ def _is_in(module: str, packages: frozenset[str]) -> bool:
 @lru_cache(maxsize=256)
 def _reader_for(kind: type) -> Any:
     return next((read for kinds, read in _READERS if issubclass(kind, kinds)), None)
+
+
+@lru_cache(maxsize=256)
+def computes_as_ndarray(kind: type) -> bool:
+    """Return whether arrays of a class are computed with and indexed as plain arrays, unlike `np.matrix`."""
+    names = "__array_ufunc__", "__array_function__", "__add__", "__mul__", "__pow__", "__getitem__"
+    return issubclass(kind, np.memmap) or all(getattr(kind, name) is getattr(np.ndarray, name) for name in names)
+
+
+def _require_repeatable(name: str) -> None:
+    if name in _UNREPEATABLE:
+        raise Unknown(f"{name}, whose result may differ in the next call")
+
+
+def _cells(fun: FunctionType) -> dict[str, CellType]:
+    return dict(zip(fun.__code__.co_freevars, fun.__closure__ or ()))
+
+
+@lru_cache(maxsize=256)
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the slots of a class written in Python."""
+    return [name for base in kind.__mro__ for name, x in vars(base).items() if isinstance(x, MemberDescriptorType)]
 
 
 def parts_of(container: Any) -> list[Any]:
@@ -345,7 +400,10 @@ _PAIR = re.compile(r"((?:LOAD|STORE)_FAST\w*?)_((?:LOAD|STORE)_FAST\w*)")  # sin
 
 
 def _chains(code: CodeType) -> list[_Chain]:
-    """Return a code object's instructions: operation, argument, and the chain of attributes read from the result."""
+    """Return a code object's instructions: operation, argument, and the chain of attributes read from the result.
+
+    The instructions of a call ``super()`` are one, with the operation "SUPER".
+    """
     chains: list[tuple[str, Any, list[str]]] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
@@ -354,6 +412,12 @@ def _chains(code: CodeType) -> list[_Chain]:
             chains[-1][2].append(instruction.argval)
         elif (pair := _PAIR.fullmatch(instruction.opname)) and isinstance(instruction.argval, tuple):
             chains += [(operation, name, []) for operation, name in zip(pair.groups(), instruction.argval)]
+        elif instruction.opname == "LOAD_SUPER_ATTR" and chains[-2][:2] == ("LOAD_DEREF", "__class__"):
+            chains[-3:] = [("SUPER", "", [instruction.argval])]  # in place of `super`, the class and the first argument
+        elif instruction.opname in ("CALL", "CALL_FUNCTION") and chains[-1] == ("LOAD_GLOBAL", "super", []):
+            chains[-1:] = [("SUPER", "", [])]  # before Python 3.12
+        elif instruction.opname == "PRECALL":
+            continue
         else:
             chains.append((instruction.opname, instruction.argval, []))
     return [(operation, name, tuple(attributes)) for operation, name, attributes in chains]
@@ -372,6 +436,8 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
         if operation == "LOAD_GLOBAL" or operation == "LOAD_DEREF" and name in code.co_freevars:
             reads.append((operation == "LOAD_GLOBAL", name, attributes))
     for nested in _nested(code):
+        if _reads_of_super(nested):
+            raise Unknown("super()")
         reads += [read for read in _reads(nested) if read[0] or read[1] in code.co_freevars]
     return tuple(dict.fromkeys(reads))
 
@@ -382,6 +448,15 @@ def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
     if not code.co_varnames:
         raise Unknown
     return tuple(dict.fromkeys(_reads_of_variable(code, code.co_varnames[0])))
+
+
+@lru_cache(maxsize=256)
+def _reads_of_super(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the chains of attributes read from `super()`."""
+    reads = [attributes for operation, _, attributes in _chains(code) if operation == "SUPER"]
+    if () in reads:
+        raise Unknown("super()")
+    return tuple(dict.fromkeys(reads))
 
 
 def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
@@ -475,7 +550,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
             else:
                 reader.reading = ""
                 reader.read(value)
-        reader.check_communicators()
+        reader.finish()
     except Unknown as error:
         raise Unknown(reader.reading or str(error)) from None
     return reader.watch
@@ -541,10 +616,16 @@ class _WatchReader(FunctionReader):
         self._communicating: set[str] = set()
         self._names: set[str] = set()
         self._noted: set[tuple[int, str]] = set()  # the names in namespaces, by `id`, that have a condition
+        self._without_attributes: list[FunctionType] = []
+        self._asks_for_attributes = False  # whether code may find out that an object hasn't an attribute
         self._known: dict[int, Any] = {}  # by `id`; the references keep the ids from being used again
 
-    def check_communicators(self) -> None:
-        """Refuse functions that may use a communicator by another name."""
+    def finish(self) -> None:
+        """Add conditions that depend on all code; refuse functions that may draw, or use a communicator by another name."""
+        if not self._names.isdisjoint(_OF_DISTRIBUTIONS):
+            raise Unknown("random numbers")
+        for fun in self._without_attributes if self._asks_for_attributes else []:
+            self.watch.note("not {0}.__dict__", fun)
         if self._names & self._communicating - _OF_COMMUNICATORS:
             raise Unknown("bare communication")
 
@@ -567,12 +648,15 @@ class _WatchReader(FunctionReader):
     def function(self, value: FunctionType) -> None:
         same = "{0}.__code__ is {1} and {0}.__defaults__ is {2} and {0}.__kwdefaults__ is {3}"
         self.watch.note(same, value, value.__code__, value.__defaults__, value.__kwdefaults__)
+        if not value.__dict__:
+            self._without_attributes.append(value)
         self._names |= attributes_of_results(value.__code__)
 
     def variable(self, cell: CellType, value: object) -> None:
         self.watch.note("{0}.cell_contents is {1}", cell, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
+        self._asks_for_attributes |= name in ("getattr", "hasattr")
         if (id(names), name) not in self._noted:
             self._noted.add((id(names), name))
             self.watch.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
@@ -592,6 +676,14 @@ class _WatchReader(FunctionReader):
     def library_object(self, value: object) -> None:
         if not type(value).__module__.startswith(("mpiad", "mpi4py", "autograd")):
             self.read_state(value)
+
+    def kind(self, value: object) -> None:
+        if (id(value), "") not in self._noted:
+            self._noted.add((id(value), ""))
+            self.watch.note("type({0}) is {1}", value, type(value))
+
+    def slot(self, value: object, name: str, part: object) -> None:
+        self.watch.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", value, part)
 
     def attribute(self, value: Any, name: str) -> Any:
         if not _is_communicator(value):

@@ -67,7 +67,8 @@ def _floor_divide(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
     whole = (x - rest) / y  # an integer, up to rounding
     below = (rest != 0.0) & ((rest < 0.0) ^ (y < 0.0))
-    return choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
+    result = choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
+    return choose(result == 0.0, result.copysign(x / y), result)
 
 
 # This formula doesn't overflow. Equal arguments are treated separately: the difference of equal infinities is NaN.

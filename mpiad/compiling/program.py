@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Operation] = {
     "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
     "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),
     "fmin": _chosen("({0} < {1}) | ({1} != {1})", np.fmin),
-    "sign": Operation(1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))"),
+    "sign": Operation(1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, abs({0})))"),
     "floor": Operation(1, np.floor, "np.floor({0})"),
     "ceil": Operation(1, np.ceil, "np.ceil({0})"),
     "trunc": Operation(1, np.trunc, "np.trunc({0})"),

@@ -71,7 +71,7 @@ def _by_pairs(operation: str) -> Callable[..., Symbol]:
 # The remainder has the sign of the divisor, unlike in C.
 def _remainder(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
-    return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+    return choose(rest == 0.0, rest.copysign(y), choose((rest < 0.0) ^ (y < 0.0), rest + y, rest))
 
 
 # hypot isn't called, since a call would prevent the vectorization of a loop around the program.

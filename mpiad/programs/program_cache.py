@@ -110,9 +110,9 @@ class Entry:
 def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     """Return a function of the arguments: whether a program computes with Python numbers as Python does; None if always."""
     kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
-    names: dict[str, Any] = {"int": int, "float": float, "complex": complex, "is_number_of": is_number_of}
+    names: dict[str, Any] = {"i": int, "f": float, "c": complex, "is_number_of": is_number_of}
     inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
-    lines = [f"v{n} = {np.dtype(kinds[n]).type.__name__.rstrip('0123456789')}(given[{k}])" for n, k in inputs.items()]
+    lines = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()]
     checks, known = [], set(inputs)
     for step in recorder.steps:
         numbers = {x.number for x in step.args if type(x) is Ref}

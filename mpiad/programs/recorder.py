@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
-from mpiad.compiling.closure import is_writable, same_bits
+from mpiad.compiling.closure import computes_as_ndarray, is_writable, same_bits
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.primitives.request import Request
 from mpiad.programs.array_program import PRECISIONS
@@ -284,7 +284,11 @@ class Recorder:
             self.refuse("it computes with an array on a device, and only computations with NumPy arrays are compiled")
         if type(x) is np.ndarray:
             return self._constant(x)
-        return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
+        if isinstance(x, np.ndarray):
+            if not computes_as_ndarray(type(x)):
+                self.refuse(f"it computes with an array of type {type(x).__name__}")
+            return self._constant(np.asarray(x))
+        return x
 
     def _constant(self, x: Array) -> Constant:
         known = self._constant_of.get(id(x))

@@ -297,7 +297,9 @@ class Replay:
                 active[step.node], found[at] = matched, None
                 continue
             x = next(iter(step.inputs), None) if request < 0 else None
-            message = None if call.fun.prepared is None else Message(call.fun.prepared, params, x, out)
+            sends_number = request < 0 and x is None and call.args[0] is not None  # a constant, which has no buffer
+            prepared = None if sends_number else call.fun.prepared
+            message = None if prepared is None else Message(prepared, params, x, out)
             # A receive that is posted at its wait gets the same message only if no earlier one is active.
             first = next((n for n, others in active.items() if matched and others == matched), request)
             if message is not None and first == request and len(step.inputs) <= 1 and self._is_preparable(message):

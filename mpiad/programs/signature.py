@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Tree
+from mpiad.compiling.closure import computes_as_ndarray
 from mpiad.pytrees import FIELDS, LEAF_TYPES, flatten
 
 _boxes = Box.types
@@ -64,7 +65,7 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     traced: list[int] = []
     key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
+        if isinstance(leaf, np.ndarray) and computes_as_ndarray(type(leaf)) or type(leaf) in _boxes:
             traced.append(place)
             key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
             continue

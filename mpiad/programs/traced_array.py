@@ -314,6 +314,10 @@ class TracedArray:
         new = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)) else shape
         return self.recorder.call(np.reshape, (self, new), {} if order == "C" else {"order": order})
 
+    def copy(self, order: str = "C") -> Any:
+        """Return a copy, by default in another order than `np.copy`."""
+        return self.recorder.call(np.copy, (self, order), {})
+
     def flatten(self, order: str = "C") -> Any:
         """Return a copy with one axis."""
         return self.ravel(order).copy()
@@ -441,7 +445,7 @@ _PARTS: dict[str, Callable[..., Any]] = {"T": np.transpose, "real": np.real, "im
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
     for name in """sum prod mean std var max min any all ravel squeeze swapaxes repeat take dot clip cumsum cumprod trace
-    copy diagonal conj conjugate argmax argmin round""".split()
+    diagonal conj conjugate argmax argmin round""".split()
 }
 
 
@@ -483,7 +487,7 @@ class _TracedArrays:
         return x  # the compiled program determines the memory layout
 
     def copy(self, x: Array) -> Array:
-        return x.recorder.call(np.copy, (x,), {})
+        return x.copy()
 
     to_host = to_device = contiguous
 

@@ -7,7 +7,9 @@ from functools import partial
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.stats
 from mpi4py import MPI
+from scipy.interpolate import CubicSpline
 
 import mpiad
 from mpiad.compiling import cache
@@ -165,6 +167,58 @@ def test_attributes_of_objects(monkeypatch):
     follow(lambda x: model.value(x), change)
 
 
+class Damped(Model):
+    def __init__(self):
+        super().__init__()
+        self.damping = 0.5
+
+    def value(self, x):
+        return super().value(x) * self.damping + super().offset
+
+
+class Bare:
+    def value(self, x):
+        return x * 3.0
+
+
+def test_methods_of_base_classes(monkeypatch):
+    """By `super()`, which names neither the object nor the class."""
+    model = Damped()
+    change = [
+        lambda: model.weights.__setitem__(1, 4.0),
+        lambda: setattr(model, "damping", 0.25),
+        lambda: model.options.__setitem__("power", 3.0),
+        lambda: monkeypatch.setattr(Model, "offset", -2.0),
+        lambda: monkeypatch.setattr(Model, "bent", lambda self, x: x * self.options["power"]),
+        lambda: monkeypatch.setattr(Model, "value", lambda self, x: x * self.weights),
+        lambda: setattr(model, "weights", np.full(5, 2.0)),
+    ]
+    follow(lambda x: model.value(x), change)
+    method = mpiad.jit(model.value, strict=True)
+    for model.damping in (1.0, 7.0):
+        np.testing.assert_array_equal(method(X), model.value(X))
+
+
+def test_the_class_of_an_object():
+    model = Model()
+    follow(lambda x: model.value(x), [lambda: setattr(model, "__class__", Bare)])
+
+
+def test_objects_of_libraries_with_slots():
+    spline = CubicSpline([0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
+    follow(lambda x: x * spline(0.5), [lambda: spline.c.__imul__(3.0), lambda: setattr(spline, "c", spline.c + 1.0)])
+
+
+def test_attributes_that_functions_get_later():
+    def model(x):
+        return getattr(model, "rate", 1.0) * x
+
+    def other(x):
+        return 2.0 * x if hasattr(model, "slow") else x
+
+    follow(lambda x: model(x) + other(x), [lambda: setattr(model, "rate", 5.0), lambda: setattr(model, "slow", True)])
+
+
 def test_a_method():
     """As a decorated method of a class; each object's own attributes are read."""
 
@@ -263,10 +317,27 @@ def evaluates(x):
     return x * eval("FACTOR")
 
 
+NOISE = scipy.stats.norm(scale=0.1)
+
+
+def draws_from_scipy(x):
+    return x + NOISE.rvs(size=5)
+
+
+def draws_from_a_distribution_made_inside(x):
+    return x + scipy.stats.norm(scale=0.1).rvs(size=5)
+
+
+def asks_for_the_time(x):
+    return x * (np.datetime64("now", "us") - np.datetime64("2020-01-01", "us")).astype(float)
+
+
 @pytest.mark.parametrize(
     ("fun", "named"),
     [
         (reads_a_property, "HIDDEN"), (draws, "RANDOM"), (draws_from_numpy, "random"), (draws_from_autograd, "random"),
+        (draws_from_scipy, "NOISE.rvs"), (draws_from_a_distribution_made_inside, ""),
+        (asks_for_the_time, "datetime64"),
         (communicates, "COMM_WORLD.allreduce"), (imports, ""), (evaluates, "eval"), (partial(draws), "RANDOM"),
     ],
     ids=lambda case: getattr(case, "__name__", None),
@@ -284,10 +355,26 @@ def test_what_cannot_be_followed_is_interpreted(fun, named, caplog):
         mpiad.jit(fun, strict=True)(X)
     jitted = mpiad.jit(fun)
     made = [jitted(x) for x in (X, X, X[:3] if "draws" not in str(fun) else X)]
-    if fun not in (communicates, evaluates):
+    if fun not in (communicates, evaluates, asks_for_the_time):  # a time in seconds
         assert np.any(made[0] != made[1])
     (record,) = caplog.records
     assert "isn't compiled" in record.getMessage() and named in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "write"),
+    [
+        ("x.txt", np.loadtxt, np.savetxt), ("x.npy", np.load, np.save), ("x.npy", lambda path: np.load(path), np.save),
+        ("x.bin", np.fromfile, lambda path, x: x.tofile(path)),
+    ],
+    ids=["loadtxt", "load", "load in a function", "fromfile"],
+)  # fmt: skip
+def test_files_that_change(name, read, write, tmp_path):
+    path = str(tmp_path / name)
+    jitted = mpiad.jit(lambda x: x * read(path))
+    for step in range(3):
+        write(path, X + step)
+        np.testing.assert_array_equal(jitted(X), X * (X + step))
 
 
 def test_a_watch_sees_what_changes_and_nothing_else():

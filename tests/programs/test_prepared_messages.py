@@ -82,6 +82,38 @@ def unused_results(x):
 PROGRAMS = [one_sided_exchanges, requests, chain_of_sends, broadcast, unused_results]
 
 
+def test_numbers_that_are_constants(rank, size, rng):
+    """They have no buffer, since the function computes them from shapes and ranks."""
+    before, after = neighbors(rank, size)
+
+    def count(x):
+        return anp.sum(anp.sin(x)) / mpiad.mpi_allreduce(float(x.size + rank))
+
+    def exchanged(x):
+        return anp.sum(x**2) * mpiad.mpi_exchange(3.0 + rank, dest=after, source=before)
+
+    def sent(x):
+        received = mpiad.mpi_recv(0.0, before) if rank else 1.0
+        return anp.sum(x**3) * received + mpiad.mpi_send(2.0 + rank, after) * anp.sum(x)
+
+    numbers, of_before = [(5 + r) + r for r in range(size)], 2.0 + rank if rank else 0.0
+    references = {
+        count: (lambda x: np.sum(np.sin(x)) / sum(numbers), lambda x: np.cos(x) / sum(numbers)),
+        exchanged: (lambda x: np.sum(x**2) * of_before, lambda x: 2 * x * of_before),
+        sent: (
+            lambda x: np.sum(x**3) * (1.0 + rank) + (2.0 + rank) * np.sum(x),
+            lambda x: 3 * x**2 * (1.0 + rank) + 2.0 + rank,
+        ),
+    }
+    for fun, (value, gradient) in references.items():
+        jitted = mpiad.jit(fun, strict=True)
+        both = mpiad.value_and_grad(mpiad.jit(fun, strict=True), objective="sum")
+        for _ in range(4):
+            x = rng.normal(size=5 + rank)
+            assert jitted(x) == pytest.approx(value(x), rel=1e-13)
+            np.testing.assert_allclose(both(x)[1], gradient(x), rtol=1e-13)
+
+
 @pytest.mark.parametrize("fun", [*PROGRAMS, ring], ids=lambda fun: fun.__name__)
 @pytest.mark.parametrize("form", FORMS, ids=["value", "grad", "value_and_grad"])
 def test_runs_with_other_values(fun, form, rng):

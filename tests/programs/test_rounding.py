@@ -139,3 +139,27 @@ def test_derivatives_of_exact_functions_are_exact():
         np.testing.assert_array_equal(gradient(x), np.full(1003, 1.0) / 3.0)
     _, tangent = mpiad.jvp(mpiad.jit(lambda x: x / 3.0, exact=True, strict=True), x, x)
     np.testing.assert_array_equal(tangent, x / 3.0)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("real", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    "f",
+    [
+        anp.sign,
+        *(lambda x, c=c: x % c for c in (3.0, -3.0, 0.0)),
+        *(lambda x, c=c: x // c for c in (3.0, -3.0, 0.0, math.inf)),
+        lambda x: x[::-1] % x,
+        lambda x: x[::-1] // x,
+    ],
+    ids=range(10),
+)
+def test_signs_of_zeros(f, real):
+    x = np.array([-0.0, 0.0, 6.0, -6.0, 5.0, -5.0, 0.0, -0.0, 3.0, -3.0, math.nan, math.inf, -math.inf, 1e-30], real)
+    exact = mpiad.jit(f, strict=True, exact=True)
+    with np.errstate(all="ignore"):
+        for _ in range(2):
+            expected, found = f(x), exact(x)
+            np.testing.assert_array_equal(found, expected)
+            is_number = ~np.isnan(expected)
+            np.testing.assert_array_equal(np.signbit(found)[is_number], np.signbit(expected)[is_number])

@@ -254,6 +254,58 @@ def test_single_precision_stays_single():
 
 
 @pytest.mark.serial
+def test_powers_of_complex_numbers():
+    square = mpiad.jit(lambda z, n: z**2 * n)
+    for z in (2 + 3j, -1j, 0.5 + 0j):
+        for _ in range(2):
+            assert square(z, 3) == z**2 * 3
+
+
+@pytest.mark.parametrize("argument", [True, False], ids=["argument", "closure"])
+@pytest.mark.parametrize(
+    ("array", "fun"),
+    [
+        (np.matrix([[1.0, 2.0], [3.0, 4.0]]), lambda a, x: a * x),
+        (np.matrix([[1.0, 2.0], [3.0, 4.0]]), lambda a, x: a**2 + x),
+        (np.matrix([[1.0, 2.0], [3.0, 4.0]]), lambda a, x: a[0] * x),
+        (np.ma.masked_array([[1.0], [2.0]], mask=[[0], [1]]), lambda a, x: anp.sum(a * x)),
+        (np.ma.masked_array([[1.0], [2.0]], mask=[[0], [1]]), lambda a, x: anp.sum(a) + x),
+    ],
+)
+def test_arrays_with_arithmetic_of_their_own(array, fun, argument):
+    """They are computed with as in NumPy, so the function isn't compiled."""
+    x = np.array([[1.0], [10.0]])
+    jitted, args = (mpiad.jit(fun), (array, x)) if argument else (mpiad.jit(lambda x: fun(array, x)), (x,))
+    for _ in range(2):
+        np.testing.assert_array_equal(jitted(*args), fun(array, x))
+    if argument:  # a plain array of the same shape
+        plain = np.asarray(array)
+        np.testing.assert_array_equal(jitted(plain, x), fun(plain, x))
+
+
+def in_order(x):
+    y = x.T.copy()
+    y.ravel()[0] = 55.0
+    return y * 1.0
+
+
+def reshaped(x):
+    y = x.copy()
+    y.reshape(-1)[1] += 10.0
+    return y * 1.0
+
+
+@pytest.mark.parametrize("fun", [in_order, reshaped])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_copies_are_in_the_order_of_numpys_method(fun, order):
+    """An array in this order is changed through its flat view; the interpreted function then is the result."""
+    x = np.asarray(np.arange(6.0).reshape(2, 3), order=order)
+    np.testing.assert_array_equal(mpiad.jit(fun)(x), fun(x))
+    total = mpiad.jit(lambda x: anp.sum(fun(x) ** 2))
+    for _ in range(2):
+        assert total(x) == np.sum(fun(x) ** 2)
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 2.0, np.int64(2), np.float32(2)])
 def test_powers_of_booleans_have_numpys_dtypes(exponent):
     x, powers = np.array([1.5, -1.0, 2.0], np.float32), lambda x: (x > 0) ** exponent
