@@ -18,16 +18,19 @@ from typing import Any, Literal, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import Box
 
 from mpiad._typing import Array, Comm, Shape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.custom_operator import CustomOperator
-from mpiad.primitives.operation import recorded_call
+from mpiad.primitives.operation import apply, recorded_call
 from mpiad.transport import Spec, member
 from mpiad.transport.core import calls
+from mpiad.transport.core.channels import communications
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.shared_library import SharedLibrary, communicator_argument, in_progress
 
+_box_types = Box.types
 _LENGTH = re.compile(r"([^\W\d]\w*)(?:\s*([+-]\s*\d+))?|(\d+)")
 
 
@@ -78,11 +81,6 @@ class Argument:
     def turned(self, kind: type[Argument], overwritten: bool = False) -> Argument:
         """Return an argument of another kind with the same shape, dtype and order."""
         return kind(*self.shape, dtype=self.dtype.str, order=self.order, overwritten=overwritten)
-
-    @property
-    def c_type(self) -> type:
-        """The type of the argument in `ctypes`."""
-        return np.ctypeslib.as_ctypes_type(self.dtype) if self.by_value else ctypes.c_void_p
 
     def is_passed(self, x: Array) -> bool:
         """Return whether an array is passed without a copy."""
@@ -194,13 +192,11 @@ class Tangent(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An output: its place among the arguments, and the part of the result."""
+    """An output as a part of the result."""
 
-    place: int
     order: Literal["C", "F"]
     shape: Shape
-    start: int
-    stop: int
+    index: int | slice
 
 
 class _Layout(NamedTuple):
@@ -209,9 +205,9 @@ class _Layout(NamedTuple):
     sizes: dict[str, int]
     values: list[Any]  # the arguments of the call, as far as they are known
     parts: dict[str, _Part]
+    offsets: list[tuple[int, int]]  # the place of each output among the arguments, and its bytes after the result's begin
     result: Spec
     new_result: Callable[[], np.ndarray]
-    kept: list[np.ndarray]  # integers that are passed by reference
 
 
 class LibraryFunction(CustomOperator):
@@ -249,7 +245,8 @@ class LibraryFunction(CustomOperator):
                 self._template[place] = communicator_argument(self._comm, argument.language, argument.by_value)
         self._text = f"{symbol} of {library.path}"
         self.fun.restype = None
-        self.fun.argtypes = [a.c_type if x is None else type(x) for x, (_, a) in zip(self._template, items)]
+        kinds = [np.ctypeslib.as_ctypes_type(a.dtype) if a.by_value else ctypes.c_void_p for _, a in items]
+        self.fun.argtypes = [kind if x is None else type(x) for kind, x in zip(kinds, self._template)]
         self._layouts: dict[tuple, _Layout] = {}
         # Adjoints add to the cotangents of inputs.
         self.is_adjoint, self._allocate = is_adjoint, np.zeros if is_adjoint else np.empty
@@ -271,10 +268,12 @@ class LibraryFunction(CustomOperator):
         if len(args) != len(self._names):
             raise TypeError(f"{self.__name__} takes the arguments ({', '.join(self._names)}), and each of them once.")
         for x, (_, name, argument) in zip(args, self._inputs):
-            if not argument.accepts(x if type(x) is np.ndarray else getval(x)):
-                self._refuse(name, argument, getval(x))
-        result = super().__call__(*args)
-        return result if len(self._outputs) == 1 else self._parts(result, self._layout(args))
+            while type(x) in _box_types:
+                x = x._value
+            if not argument.accepts(x):
+                self._refuse(name, argument, x)
+        result = self._recorded(args)
+        return result if len(self._outputs) == 1 else self._splitting(args)(result)
 
     def _refuse(self, name: str, argument: Argument, x: Array) -> None:
         got, advice = f"{type(x).__name__} {x!r:.40}", ""
@@ -284,20 +283,18 @@ class LibraryFunction(CustomOperator):
                 advice = f" Pass np.{'ascontiguousarray' if argument.order == 'C' else 'asfortranarray'}({name})."
         raise TypeError(f"{self.__name__}: {name} must be {argument}, but got {got}.{advice}")
 
-    def _parts(self, result: Array, layout: _Layout) -> tuple[Array, ...]:
-        """Return the outputs, or their cotangents."""
-        if len(layout.parts) == 1:
-            return (result,)
-        outputs = []
-        for part in layout.parts.values():
-            array = result[part.start : part.stop] if part.shape else result[part.start]
-            if len(part.shape) > 1:
-                array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
-            outputs.append(array)
-        return tuple(outputs)
+    def _recorded(self, args: tuple) -> Array:
+        if self._integers:
+            self._layout(args)  # a length that varies between the runs of a compiled program ends its trace
+        next(communications)
+        return apply(self, tracing.tape, args, {})
+
+    def _splitting(self, args: tuple) -> Callable[[Array], tuple[Array, ...]]:
+        """Return the function that splits a result, or its cotangent, into the outputs."""
+        return (lambda whole: (whole,)) if len(self._outputs) == 1 else partial(_split, self._layout(args).parts)
 
     def _joined(self, parts: Sequence[Array]) -> Array:
-        """Return the transpose of `_parts`."""
+        """Return the result of which these are the outputs."""
         if len(parts) == 1:
             return parts[0]
         turned = [part.T if self.arguments[name].order == "F" else part for name, part in zip(self._outputs, parts)]
@@ -325,21 +322,21 @@ class LibraryFunction(CustomOperator):
                     source = sources.get(length.name or "", "")
                     expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{source}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
-        values, parts, start, kept = self._template.copy(), dict[str, _Part](), 0, []
+        values, parts, offsets, start = self._template.copy(), dict[str, _Part](), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):
             if name in self._inferred:
-                values[place] = sizes[name]
-                if not argument.by_value:
-                    kept.append(np.array(sizes[name], argument.dtype))
-                    values[place] = _pointer(id(kept[-1]) + _DATA)
+                number = np.ctypeslib.as_ctypes_type(argument.dtype)(sizes[name])
+                values[place] = number if argument.by_value else ctypes.pointer(number)
             if argument.writes:
                 shape = tuple([length.value(sizes) for length in argument.lengths])
-                parts[name] = _Part(place, argument.order, shape, start, start + prod(shape))
-                start = parts[name].stop
+                offsets.append((place, start * argument.dtype.itemsize))
+                stop = start + prod(shape)
+                parts[name] = _Part(argument.order, shape, slice(start, stop) if shape else start)
+                start = stop
         (name, first), is_one = next(iter(parts.items())), len(parts) == 1
         result = Spec(first.shape if is_one else (start,), self.arguments[name].dtype)
         new_result = partial(self._allocate, result.shape, result.dtype, first.order if is_one else "C")
-        return _Layout(sizes, values, parts, result, new_result, kept)
+        return _Layout(sizes, values, parts, offsets, result, new_result)
 
     def abstract(self, args: tuple, params: dict[str, object]) -> Spec:
         """Return the `Spec` of the result."""
@@ -359,14 +356,14 @@ class LibraryFunction(CustomOperator):
     def _values(self, layout: _Layout, out: np.ndarray, args: tuple) -> tuple[list[Any], list[np.ndarray]]:
         """Return the arguments of the call, and those arrays to which they point that are copies."""
         values, copies, address = layout.values.copy(), [], _pointer(id(out) + _DATA).value or 0
-        for part in layout.parts.values():
-            values[part.place] = address + part.start * out.itemsize
+        for place, offset in layout.offsets:
+            values[place] = address + offset
         for x, (place, name, argument) in zip(args, self._inputs):
             if argument.by_value:
                 values[place] = x.item() if isinstance(x, np.generic) else x
             elif argument.writes:
                 part = layout.parts[name]
-                out.reshape(-1, order=part.order)[part.start : part.stop] = np.ravel(x, part.order)
+                out.reshape(-1, order=part.order)[part.index] = np.ravel(x, part.order) if part.shape else x
             else:
                 if argument.overwritten or not argument.is_passed(x):
                     x = np.array(x, argument.dtype, order=argument.order)
@@ -385,13 +382,12 @@ class LibraryFunction(CustomOperator):
             if argument.by_value and isinstance(x, np.ndarray):  # it is read in each call
                 if x.dtype != argument.dtype:
                     return None
-                values[place] = argument.c_type.from_address(_pointer(id(x) + _DATA).value)
-        call, zeros = self._call, 0 if self.is_adjoint else None
+                values[place] = self.fun.argtypes[place].from_address(_pointer(id(x) + _DATA).value)
 
-        def run() -> None:
-            if zeros is not None:
-                out.fill(zeros)
-            call(values)
+        def run(_arrays: tuple = args) -> None:  # the addresses are read from these objects
+            if self.is_adjoint:
+                out.fill(0)
+            self._call(values)
 
         return run
 
@@ -424,13 +420,7 @@ class LibraryFunction(CustomOperator):
         All ranks that call this function call the adjoint, which is the transpose over all of them.
         """
         function, derivative = self._derivative(symbol, arguments, Cotangent, library)
-
-        def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-            layout = self._layout(args)
-            pull = derivative(ans, args, layout)
-            return lambda g: pull(self._parts(g, layout))
-
-        self.backward = backward
+        self.backward = lambda ans, args, kwargs: derivative(ans, args, self._splitting(args))
         return function
 
     def tangent(self, symbol: str, *arguments: str | Tangent, library: Library | None = None) -> LibraryFunction:
@@ -450,7 +440,7 @@ class LibraryFunction(CustomOperator):
 
         def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
             directions = [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)]
-            return self._joined(derivative(ans, args, self._layout(args))(directions))
+            return self._joined(derivative(ans, args, tuple)(directions))
 
         self.forward = forward
         return function
@@ -458,10 +448,10 @@ class LibraryFunction(CustomOperator):
     def _derivative(
         self, symbol: str, arguments: Sequence[Any], marker: type[Cotangent | Tangent], library: Library | None
     ) -> tuple[LibraryFunction, Callable]:
-        """Return a derivative, and ``derivative(ans, args, layout)``, which binds it to a call.
+        """Return a derivative, and ``derivative(ans, args, split)``, which binds it to a call.
 
-        The result maps the cotangents of all outputs to those of the inputs, or the tangents of the inputs to those of the
-        outputs; None for an argument without one.
+        The result maps the cotangent of the result to those of the inputs, or the tangents of the inputs to those of the
+        outputs; None for an argument without one. ``split`` makes a sequence of the former.
         """
         described: dict[str, Argument] = {}
         kind, is_adjoint = marker.__name__, marker is Cotangent
@@ -485,29 +475,39 @@ class LibraryFunction(CustomOperator):
         function = LibraryFunction(library or self._library, symbol, described, self._comm, is_adjoint)
         given, made = (self._outputs, self._names) if is_adjoint else (self._names, self._outputs)
         lengths = [name for name in function._names if name in self._inferred]
-        # The derivatives are numbers of arguments until they are given.
-        slots, results = [
-            [within.index(f"{kind} of {name}") if f"{kind} of {name}" in within else None for name in names]
-            for names, within in ((given, function._names), (made, function._outputs))
-        ]
+        inputs, outputs = ({name: k for k, name in enumerate(names)} for names in (function._names, function._outputs))
+        slots = [inputs.get(f"{kind} of {name}") for name in given]
+        results = [outputs.get(f"{kind} of {name}") for name in made]
         names = [*self._names, *self._outputs, *lengths, *[f"{kind} of {name}" for name in given]]
         places = [names.index(name) for name in function._names]
 
-        def derivative(ans: Array, args: tuple, layout: _Layout) -> Callable[[Sequence[Array]], list[Array | None]]:
-            values = [*args, *self._parts(ans, layout), *[layout.sizes[name] for name in lengths], *slots]
+        def derivative(ans: Array, args: tuple, split: Callable[[Any], Sequence[Array]]) -> Callable[[Any], list]:
+            sizes = [self._layout(args).sizes[name] for name in lengths] if lengths else lengths
+            values = [*args, *self._splitting(args)(ans), *sizes, *slots]
             bound = [values[k] for k in places]
 
-            def run(directions: Sequence[Array]) -> list[Array | None]:
-                inputs = bound.copy()
-                for slot, direction in zip(slots, directions):
+            def run(directions: Any) -> list[Array | None]:
+                values = bound.copy()
+                for slot, direction in zip(slots, split(directions)):
                     if slot is not None:
-                        inputs[slot] = direction
-                parts = function._parts(CustomOperator.__call__(function, *inputs), function._layout(inputs))
+                        values[slot] = direction
+                inputs = tuple(values)
+                parts = function._splitting(inputs)(function._recorded(inputs))
                 return [None if k is None else parts[k] for k in results]
 
             return run
 
         return function, derivative
+
+
+def _split(parts: Mapping[str, _Part], result: Array) -> tuple[Array, ...]:
+    outputs = []
+    for part in parts.values():
+        array = result[part.index]
+        if len(part.shape) > 1:
+            array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
+        outputs.append(array)
+    return tuple(outputs)
 
 
 class Library(SharedLibrary):
