@@ -254,11 +254,15 @@ class OrderedTape(LibraryTape):
         dtype = getattr(ans, "dtype", None)
         # The node keeps only the result's spec, for cotangents of zeros, so that the memory of the result can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
-        inputs = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
-        vjp = operator.vjp(ans, args, params, tuple([k for k, _ in inputs]), self.number)
+        traced, inputs = [], []
+        for k, parent in zip(argnums, parents):
+            if parent.tape is self:
+                traced.append(k)
+                inputs.append(parent.index)
+        vjp = operator.vjp(ans, args, params, traced, self.number)
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
-        node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
+        node = OrderedNode.on_tape(self, tuple(inputs), vjp, like)
         if args and is_unusual(ans, args):
             note_sharing(node, ans, args, argnums, parents)
         return None if dtype is None else node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -84,8 +85,9 @@ class CustomOperator(Recorded):
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
         # ``prepared(out, *args)`` returns None, or, for programs that run repeatedly, a function without arguments that
-        # applies the operator to small arrays `args`, and writes the result to `out`, all contiguous and on the host. It
-        # runs on whatever tape is open: it calls no differentiable function, and reports no call to debugging tools.
+        # applies the operator to arrays `args` of at most 64 KiB, and writes the result to `out`, all contiguous and on the
+        # host. It runs on whatever tape is open: it calls no differentiable function, and reports no call to debugging
+        # tools.
         self.prepared: Callable[..., Callable[[], object] | None] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Array:
@@ -139,16 +141,10 @@ class CustomOperator(Recorded):
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
-        rule, batched_adjoint = self.backward(ans, args, params), self.batched_adjoint
-        ndim = len(spec_like(ans).shape) if batched_adjoint else 0
+        rule = self.backward(ans, args, params)
         # Only the specs are kept, so that the arrays' memory can be freed unless the rule needs them.
-        specs, count = [(k, spec_like(args[k])) for k in argnums], len(args)
-
-        def vjp(g: Array) -> tuple:
-            lead = spec_like(g).shape[: -ndim or None] if batched_adjoint else ()
-            return _parts(rule(g), specs, count, self.__name__, lead)
-
-        return vjp
+        specs = [(k, spec_like(args[k])) for k in argnums]
+        return partial(_parts, self, rule, specs, len(args), np.ndim(ans) if self.batched_adjoint else None)
 
     def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, object], level: int) -> Array:
         """Return the tangent of the result."""
@@ -183,21 +179,30 @@ def _result(ans: Array, name: str) -> Array | None:
     raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
 
 
-def _parts(cotangents: object, specs: Sequence[tuple[int, Spec]], count: int, name: str, lead: tuple[int, ...]) -> tuple:
+def _parts(
+    operator: CustomOperator,
+    rule: Callable,
+    specs: Sequence[tuple[int, Spec]],
+    count: int,
+    ndim: int | None,
+    g: Array,
+) -> list[Any]:
+    """Return the cotangents of some of `count` arguments; `ndim`: the axes of a result whose cotangents are stacked."""
+    cotangents, name = rule(g), operator.__name__
+    lead = () if ndim is None else np.shape(g)[: -ndim or None]
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) > count:
         raise TypeError(
             f"{name}: its adjoint must return a tuple with the cotangent of each of {count} argument(s), but returned "
             f"{type(cotangents).__name__}{f' of {len(cotangents)}' if isinstance(cotangents, (tuple, list)) else ''}."
         )
     parts: list[Any] = []
-    for k, spec in specs:
-        part = cotangents[k] if k < len(cotangents) else None
-        shape = lead + spec.shape
+    for k, (shape, dtype, arrays) in specs:
+        part, shape = cotangents[k] if k < len(cotangents) else None, lead + shape
         # The most common case of `conform`, without calling it.
-        if part is not None and not (type(part) is np.ndarray and part.shape == shape and part.dtype == spec.dtype):
+        if part is not None and not (type(part) is np.ndarray and part.shape == shape and part.dtype == dtype):
             if np.shape(part) != shape:
                 text = f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint returned"
                 raise TypeError(f"{text} {np.shape(part)}.")
-            part = conform(part, shape, spec.dtype, spec.arrays)
+            part = conform(part, shape, dtype, arrays)
         parts.append(part)
-    return tuple(parts)
+    return parts

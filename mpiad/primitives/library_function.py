@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import Box
 
 from mpiad._typing import Array, Comm, Shape
 from mpiad.primitives.cotangents import conformed, spec_like
-from mpiad.primitives.custom_operator import CustomOperator, InPlace
+from mpiad.primitives.custom_operator import CustomOperator
 from mpiad.primitives.operation import apply, recorded_call
 from mpiad.transport import Spec, member
 from mpiad.transport.core import calls
@@ -30,6 +30,7 @@ from mpiad.transport.core.channels import communications
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.shared_library import SharedLibrary, communicator_argument, in_progress
 
+_box_types = Box.types
 _LENGTH = re.compile(r"([^\W\d]\w*)(?:\s*([+-]\s*\d+))?|(\d+)")
 
 
@@ -80,11 +81,6 @@ class Argument:
     def turned(self, kind: type[Argument], overwritten: bool = False) -> Argument:
         """Return an argument of another kind with the same shape, dtype and order."""
         return kind(*self.shape, dtype=self.dtype.str, order=self.order, overwritten=overwritten)
-
-    @property
-    def c_type(self) -> type:
-        """The type of the argument in `ctypes`."""
-        return np.ctypeslib.as_ctypes_type(self.dtype) if self.by_value else ctypes.c_void_p
 
     def is_passed(self, x: Array) -> bool:
         """Return whether an array is passed without a copy."""
@@ -196,14 +192,11 @@ class Tangent(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An output: its place among the arguments, and the part of the result."""
+    """An output as a part of the result."""
 
-    name: str
-    place: int
     order: Literal["C", "F"]
     shape: Shape
-    start: int
-    index: int | slice  # in the result
+    index: int | slice
 
 
 class _Layout(NamedTuple):
@@ -211,9 +204,10 @@ class _Layout(NamedTuple):
 
     sizes: dict[str, int]
     values: list[Any]  # the arguments of the call, as far as they are known
-    parts: list[_Part]
+    parts: dict[str, _Part]
+    offsets: list[tuple[int, int]]  # the place of each output among the arguments, and its bytes after the result's begin
     result: Spec
-    kept: list[np.ndarray]  # integers that are passed by reference
+    new_result: Callable[[], np.ndarray]
 
 
 class LibraryFunction(CustomOperator):
@@ -231,20 +225,15 @@ class LibraryFunction(CustomOperator):
     ):
         super().__init__(library.symbol(symbol))
         self.arguments, self._library, self._comm = dict(arguments), library, member(comm, symbol)
-        self.is_adjoint = is_adjoint
         items = self.arguments.items()
         lengths = {length.name for _, a in items for length in a.lengths if length.name is not None}
         read = {length.name for _, a in items if a.reads for length in a.lengths}
         integers = {name for name, a in items if a.reads and not a.shape and a.dtype.kind in "iu"}
         self._inferred = integers & read
-        self._names = [name for name, a in items if a.reads and name not in self._inferred]
+        self._inputs = [(k, name, a) for k, (name, a) in enumerate(items) if a.reads and name not in self._inferred]
+        self._names = [name for _, name, _ in self._inputs]
         self._outputs = [name for name, a in items if a.writes]
-        places = {name: k for k, name in enumerate(self.arguments)}
-        self._inputs = [(k, places[name], self.arguments[name]) for k, name in enumerate(self._names)]
-        self._by_value = [(k, place) for k, place, a in self._inputs if a.by_value]
-        self._by_address = [(k, place, a) for k, place, a in self._inputs if not (a.by_value or a.writes)]
-        self._in_outs = [(k, self._outputs.index(self._names[k]), a) for k, _, a in self._inputs if a.writes]
-        self._arrays = [k for k, _, a in self._inputs if a.shape]
+        self._arrays = [k for k, (_, _, a) in enumerate(self._inputs) if a.shape]
         self._integers = [k for k, name in enumerate(self._names) if name in integers & lengths]
         if lengths - integers:
             raise ValueError(f"{symbol}: the lengths {sorted(lengths - integers)} aren't integers among the arguments.")
@@ -256,12 +245,14 @@ class LibraryFunction(CustomOperator):
                 self._template[place] = communicator_argument(self._comm, argument.language, argument.by_value)
         self._text = f"{symbol} of {library.path}"
         self.fun.restype = None
-        self.fun.argtypes = [a.c_type if x is None else type(x) for x, (_, a) in zip(self._template, items)]
+        kinds = [np.ctypeslib.as_ctypes_type(a.dtype) if a.by_value else ctypes.c_void_p for _, a in items]
+        self.fun.argtypes = [kind if x is None else type(x) for kind, x in zip(kinds, self._template)]
         self._layouts: dict[tuple, _Layout] = {}
-        self._packed = CustomOperator(partial(_call_packed))
-        self._packed.__name__, self._packed.in_place = self.__name__, _IN_PLACE
+        # Adjoints add to the cotangents of inputs.
+        self.is_adjoint, self._allocate = is_adjoint, np.zeros if is_adjoint else np.empty
+        self.prepared = self._prepared
 
-    def _call(self, *values: Any) -> None:
+    def _call(self, values: list[Any]) -> None:
         in_progress.text = self._text
         self.fun(*values)
         in_progress.text = None
@@ -276,11 +267,13 @@ class LibraryFunction(CustomOperator):
             args = tuple(named[name] for name in self._names if name in named) if len(named) == len(self._names) else ()
         if len(args) != len(self._names):
             raise TypeError(f"{self.__name__} takes the arguments ({', '.join(self._names)}), and each of them once.")
-        for x, (k, _, argument) in zip(args, self._inputs):
-            if not argument.accepts(getval(x)):
-                self._refuse(self._names[k], argument, getval(x))
+        for x, (_, name, argument) in zip(args, self._inputs):
+            while type(x) in _box_types:
+                x = x._value
+            if not argument.accepts(x):
+                self._refuse(name, argument, x)
         result = self._recorded(args)
-        return result if len(self._outputs) == 1 else self._parts(result, self._layout(args))
+        return result if len(self._outputs) == 1 else self._splitting(args)(result)
 
     def _refuse(self, name: str, argument: Argument, x: Array) -> None:
         got, advice = f"{type(x).__name__} {x!r:.40}", ""
@@ -291,23 +284,17 @@ class LibraryFunction(CustomOperator):
         raise TypeError(f"{self.__name__}: {name} must be {argument}, but got {got}.{advice}")
 
     def _recorded(self, args: tuple) -> Array:
+        if self._integers:
+            self._layout(args)  # a length that varies between the runs of a compiled program ends its trace
         next(communications)
         return apply(self, tracing.tape, args, {})
 
-    def _parts(self, result: Array, layout: _Layout) -> tuple[Array, ...]:
-        """Return the outputs, or their cotangents."""
-        if len(layout.parts) == 1:
-            return (result,)
-        outputs = []
-        for part in layout.parts:
-            array = result[part.index]
-            if len(part.shape) > 1:
-                array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
-            outputs.append(array)
-        return tuple(outputs)
+    def _splitting(self, args: tuple) -> Callable[[Array], tuple[Array, ...]]:
+        """Return the function that splits a result, or its cotangent, into the outputs."""
+        return (lambda whole: (whole,)) if len(self._outputs) == 1 else partial(_split, self._layout(args).parts)
 
     def _joined(self, parts: Sequence[Array]) -> Array:
-        """Return the transpose of `_parts`."""
+        """Return the result of which these are the outputs."""
         if len(parts) == 1:
             return parts[0]
         turned = [part.T if self.arguments[name].order == "F" else part for name, part in zip(self._outputs, parts)]
@@ -335,31 +322,21 @@ class LibraryFunction(CustomOperator):
                     source = sources.get(length.name or "", "")
                     expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{source}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
-        values, parts, start = self._template.copy(), [], 0
+        values, parts, offsets, start = self._template.copy(), dict[str, _Part](), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):
             if name in self._inferred:
-                values[place] = sizes[name] if argument.by_value else np.array(sizes[name], argument.dtype)
+                number = np.ctypeslib.as_ctypes_type(argument.dtype)(sizes[name])
+                values[place] = number if argument.by_value else ctypes.pointer(number)
             if argument.writes:
                 shape = tuple([length.value(sizes) for length in argument.lengths])
+                offsets.append((place, start * argument.dtype.itemsize))
                 stop = start + prod(shape)
-                parts.append(_Part(name, place, argument.order, shape, start, slice(start, stop) if shape else start))
+                parts[name] = _Part(argument.order, shape, slice(start, stop) if shape else start)
                 start = stop
-        kept = [value for value in values if isinstance(value, np.ndarray)]
-        values = [_address(value) if isinstance(value, np.ndarray) else value for value in values]
-        shape = parts[0].shape if len(parts) == 1 else (start,)
-        return _Layout(sizes, values, parts, Spec(shape, self.arguments[parts[0].name].dtype), kept)
-
-    def run(self, args: tuple, params: dict[str, object]) -> Array:
-        """Return the result for plain arrays, or record the call in a compiled program."""
-        recorder = tracing.recorder
-        if recorder is None:
-            return self.body(args, params)
-        layout = self._layout(args)
-        packing = _Packing.of(self, layout, args)
-        if packing is None:
-            return recorder.operate(self, args, params)
-        packed = anp.concatenate([anp.ravel(args[k]) for k, _, _ in packing.inputs])
-        return anp.reshape(recorder.operate(self._packed, (packed, packing), {}), layout.result.shape)
+        (name, first), is_one = next(iter(parts.items())), len(parts) == 1
+        result = Spec(first.shape if is_one else (start,), self.arguments[name].dtype)
+        new_result = partial(self._allocate, result.shape, result.dtype, first.order if is_one else "C")
+        return _Layout(sizes, values, parts, offsets, result, new_result)
 
     def abstract(self, args: tuple, params: dict[str, object]) -> Spec:
         """Return the `Spec` of the result."""
@@ -368,30 +345,51 @@ class LibraryFunction(CustomOperator):
     def body(self, args: tuple, kwargs: dict) -> Array:
         """Call the function with plain arrays, as one node."""
         layout = self._layout(args)
-        values, parts, copies = layout.values.copy(), layout.parts, []
-        result_order = parts[0].order if len(parts) == 1 else "C"
-        out = (np.zeros if self.is_adjoint else np.empty)(layout.result.shape, layout.result.dtype, result_order)
-        start, itemsize = _address(out), out.itemsize
-        for part in parts:
-            values[part.place] = start + part.start * itemsize
-        for k, place in self._by_value:
-            x = args[k]
-            values[place] = x.item() if isinstance(x, np.generic) else x
-        for k, place, argument in self._by_address:
-            x = args[k]
-            if argument.overwritten or not argument.is_passed(x):
-                x = np.array(x, argument.dtype, order=argument.order)
-                copies.append(x)
-            values[place] = _address(x)
-        for k, output, argument in self._in_outs:
-            part = parts[output]
-            entries = out.reshape(-1, order=result_order)[part.start : part.start + prod(part.shape)]
-            np.copyto(entries.reshape(part.shape, order=argument.order), args[k])
+        out = layout.new_result()
+        values, _copies = self._values(layout, out, args)
         if calls.is_noting():
-            recorded_call(calls.begin, (self.__name__, args[0] if args else None, None), self._call, *values)
+            recorded_call(calls.begin, (self.__name__, args[0] if args else None, None), self._call, values)
         else:
-            self._call(*values)
-        return out if layout.result.shape else out[()]
+            self._call(values)
+        return out if out.ndim else out[()]
+
+    def _values(self, layout: _Layout, out: np.ndarray, args: tuple) -> tuple[list[Any], list[np.ndarray]]:
+        """Return the arguments of the call, and those arrays to which they point that are copies."""
+        values, copies, address = layout.values.copy(), [], _pointer(id(out) + _DATA).value or 0
+        for place, offset in layout.offsets:
+            values[place] = address + offset
+        for x, (place, name, argument) in zip(args, self._inputs):
+            if argument.by_value:
+                values[place] = x.item() if isinstance(x, np.generic) else x
+            elif argument.writes:
+                part = layout.parts[name]
+                out.reshape(-1, order=part.order)[part.index] = np.ravel(x, part.order) if part.shape else x
+            else:
+                if argument.overwritten or not argument.is_passed(x):
+                    x = np.array(x, argument.dtype, order=argument.order)
+                    copies.append(x)
+                values[place] = _pointer(id(x) + _DATA)
+        return values, copies
+
+    def _prepared(self, out: np.ndarray, *args: Array) -> Callable[[], None] | None:
+        """Return a function that calls the library's function with fixed arrays; see `CustomOperator.prepared`."""
+        layout = self._layout(args)
+        values, copies = self._values(layout, out, args)
+        # The copies would have to be made in each call.
+        if copies or any(a.writes for _, _, a in self._inputs) or out.strides != layout.new_result().strides:
+            return None
+        for x, (place, _, argument) in zip(args, self._inputs):
+            if argument.by_value and isinstance(x, np.ndarray):  # it is read in each call
+                if x.dtype != argument.dtype:
+                    return None
+                values[place] = self.fun.argtypes[place].from_address(_pointer(id(x) + _DATA).value)
+
+        def run(_arrays: tuple = args) -> None:  # the addresses are read from these objects
+            if self.is_adjoint:
+                out.fill(0)
+            self._call(values)
+
+        return run
 
     def adjoint(self, symbol: str, *arguments: str | Cotangent, library: Library | None = None) -> LibraryFunction:
         """Define the adjoint of this function: the transposed Jacobian times the cotangents of the outputs.
@@ -421,22 +419,8 @@ class LibraryFunction(CustomOperator):
         -----
         All ranks that call this function call the adjoint, which is the transpose over all of them.
         """
-        function = self._derivative(symbol, arguments, Cotangent, library)
-        read, call = self._derivative_call(function, [_key(Cotangent(name)) for name in self._outputs])
-        names = [_key(Cotangent(name)) for name in self._names]
-        places = [function._outputs.index(name) if name in function._outputs else None for name in names]
-
-        def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-            layout = self._layout(args)
-            values = read(ans, args, layout)
-
-            def vjp(g: Array) -> list[Array | None]:
-                cotangents = call(values, self._parts(g, layout))
-                return [None if place is None else cotangents[place] for place in places]
-
-            return vjp
-
-        self.backward = backward
+        function, derivative = self._derivative(symbol, arguments, Cotangent, library)
+        self.backward = lambda ans, args, kwargs: derivative(ans, args, self._splitting(args))
         return function
 
     def tangent(self, symbol: str, *arguments: str | Tangent, library: Library | None = None) -> LibraryFunction:
@@ -452,23 +436,25 @@ class LibraryFunction(CustomOperator):
         LibraryFunction
             The tangent, whose own derivatives may be defined.
         """
-        function = self._derivative(symbol, arguments, Tangent, library)
-        read, call = self._derivative_call(function, [_key(Tangent(name)) for name in self._names])
-        places = [function._outputs.index(_key(Tangent(name))) for name in self._outputs]
+        function, derivative = self._derivative(symbol, arguments, Tangent, library)
 
         def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
             directions = [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)]
-            parts = call(read(ans, args, self._layout(args)), directions)
-            return self._joined([parts[place] for place in places])
+            return self._joined(derivative(ans, args, tuple)(directions))
 
         self.forward = forward
         return function
 
     def _derivative(
         self, symbol: str, arguments: Sequence[Any], marker: type[Cotangent | Tangent], library: Library | None
-    ) -> LibraryFunction:
+    ) -> tuple[LibraryFunction, Callable]:
+        """Return a derivative, and ``derivative(ans, args, split)``, which binds it to a call.
+
+        The result maps the cotangent of the result to those of the inputs, or the tangents of the inputs to those of the
+        outputs; None for an argument without one. ``split`` makes a sequence of the former.
+        """
         described: dict[str, Argument] = {}
-        kind = marker.__name__
+        kind, is_adjoint = marker.__name__, marker is Cotangent
         for each in arguments:
             name = getattr(each, "name", each)
             if name not in self.arguments or not isinstance(each, (str, marker)):
@@ -478,116 +464,50 @@ class LibraryFunction(CustomOperator):
             if isinstance(each, str):
                 described[name] = argument.turned(Input) if argument.writes else argument
                 continue
-            reads, writes = argument.reads, argument.writes
-            if marker is Cotangent:
-                reads, writes = writes, reads
+            reads, writes = (argument.writes, argument.reads) if is_adjoint else (argument.reads, argument.writes)
             role = InOut if reads and writes else Input if reads else Output
-            described[_key(each)] = argument.turned(role, each.overwritten)
-        missing = [name for name in self._outputs if _key(marker(name)) not in described]
+            described[f"{kind} of {name}"] = argument.turned(role, each.overwritten)
+        missing = [name for name in self._outputs if f"{kind} of {name}" not in described]
         if missing:
             raise ValueError(
                 f"{symbol}: the arguments must contain the {kind} of each output; {', '.join(missing)} has none."
             )
-        source = library if library is not None else self._library
-        return LibraryFunction(source, symbol, described, self._comm, marker is Cotangent)
-
-    def _derivative_call(self, function: LibraryFunction, derivatives: Sequence[str]) -> tuple[Callable, Callable]:
-        """Return a function that selects the values of a call that a derivative reads, and one that calls it."""
+        function = LibraryFunction(library or self._library, symbol, described, self._comm, is_adjoint)
+        given, made = (self._outputs, self._names) if is_adjoint else (self._names, self._outputs)
         lengths = [name for name in function._names if name in self._inferred]
-        names = [*self._names, *self._outputs, *lengths]
-        places = [names.index(name) for name in function._names if name in names]
-        arguments = [*[names[k] for k in places], *derivatives]
-        order = [arguments.index(name) for name in function._names]
+        inputs, outputs = ({name: k for k, name in enumerate(names)} for names in (function._names, function._outputs))
+        slots = [inputs.get(f"{kind} of {name}") for name in given]
+        results = [outputs.get(f"{kind} of {name}") for name in made]
+        names = [*self._names, *self._outputs, *lengths, *[f"{kind} of {name}" for name in given]]
+        places = [names.index(name) for name in function._names]
 
-        def read(ans: Array, args: tuple, layout: _Layout) -> list[Array]:
-            values = (*args, *self._parts(ans, layout), *[layout.sizes[name] for name in lengths])
-            return [values[k] for k in places]
+        def derivative(ans: Array, args: tuple, split: Callable[[Any], Sequence[Array]]) -> Callable[[Any], list]:
+            sizes = [self._layout(args).sizes[name] for name in lengths] if lengths else lengths
+            values = [*args, *self._splitting(args)(ans), *sizes, *slots]
+            bound = [values[k] for k in places]
 
-        def call(values: Sequence[Array], directions: Sequence[Array]) -> tuple[Array, ...]:
-            values = (*values, *directions)
-            inputs = tuple([values[k] for k in order])
-            return function._parts(function._recorded(inputs), function._layout(inputs))
+            def run(directions: Any) -> list[Array | None]:
+                values = bound.copy()
+                for slot, direction in zip(slots, split(directions)):
+                    if slot is not None:
+                        values[slot] = direction
+                inputs = tuple(values)
+                parts = function._splitting(inputs)(function._recorded(inputs))
+                return [None if k is None else parts[k] for k in results]
 
-        return read, call
+            return run
 
-
-class _Packing(NamedTuple):
-    """The arguments of a call in a compiled program: a buffer of all inputs, followed by the result.
-
-    Loops write the inputs into the buffer, so the addresses of all arguments are fixed.
-    """
-
-    function: LibraryFunction
-    values: tuple[Any, ...]  # constant arguments
-    inputs: tuple[tuple[int, int, int], ...]  # argument of the operator, place in the call, begin in the buffer
-    begin: int  # of the result
-    parts: tuple[_Part, ...]
-    size: int
-    dtype: np.dtype
-
-    @classmethod
-    def of(cls, function: LibraryFunction, layout: _Layout, args: tuple) -> _Packing | None:
-        """Return the packing of a call, None if its arrays are large or differ in dtype or order."""
-        values, inputs, start = layout.values.copy(), [], 0
-        shape, dtype = layout.result.shape, layout.result.dtype
-        for k, place, argument in function._inputs:
-            x = args[k]
-            if argument.by_value and isinstance(x, (int, float)):
-                values[place] = x
-                continue
-            is_changed = argument.overwritten or argument.writes
-            if is_changed or argument.order == "F" or argument.dtype != dtype or not hasattr(x, "shape"):
-                return None
-            inputs.append((k, place, start))
-            start += prod(x.shape)
-        size = start + prod(shape)
-        ordered = all(part.order == "C" for part in layout.parts)
-        if not inputs or not ordered or dtype.kind != "f" or size * dtype.itemsize > _PACKED_BYTES:
-            return None
-        return cls(function, tuple(values), tuple(inputs), start, tuple(layout.parts), size, dtype)
-
-    def prepared(self, buffer: np.ndarray) -> Callable[[], Iterator[None]]:
-        """Return a function that calls the library's function with the arguments in a buffer; see `InPlace.prepared`."""
-        values, start, itemsize = list(self.values), _address(buffer), buffer.itemsize
-        arguments = list(self.function.arguments.values())
-        places = [(place, begin) for _, place, begin in self.inputs]
-        for place, begin in [*places, *[(part.place, self.begin + part.start) for part in self.parts]]:
-            address, kind = start + begin * itemsize, arguments[place].c_type
-            # A number that is passed by value is read from the buffer in each call.
-            values[place] = kind.from_address(address) if arguments[place].by_value else kind(address)
-        call, result, is_zeroed = self.function._call, buffer[self.begin :], self.function.is_adjoint
-
-        def run() -> Iterator[None]:
-            if is_zeroed:
-                result.fill(0)
-            call(*values)
-            return iter(())
-
-        return run
+        return function, derivative
 
 
-def _run_packed(buffer: np.ndarray, packing: _Packing) -> None:
-    packing.prepared(buffer)()
-
-
-def _call_packed(packed: np.ndarray, packing: _Packing) -> np.ndarray:
-    buffer = np.concatenate([packed, np.empty(packing.size - packing.begin, packing.dtype)])
-    _run_packed(buffer, packing)
-    return buffer[packing.begin :].copy()
-
-
-_PACKED_BYTES = 1 << 16
-_IN_PLACE = InPlace(
-    shape=lambda packing: (packing.size,),
-    made=lambda packing: (packing.size - packing.begin,),
-    given=lambda packing: (0,),
-    result=lambda packing: (packing.begin,),
-    run=_run_packed,
-    prepared=lambda buffer, packing: packing.prepared(buffer),
-    still=lambda packing: None,
-    constant=lambda packing: False,
-    changes_given=False,
-)
+def _split(parts: Mapping[str, _Part], result: Array) -> tuple[Array, ...]:
+    outputs = []
+    for part in parts.values():
+        array = result[part.index]
+        if len(part.shape) > 1:
+            array = array.reshape(part.shape[::-1]).T if part.order == "F" else array.reshape(part.shape)
+        outputs.append(array)
+    return tuple(outputs)
 
 
 class Library(SharedLibrary):
@@ -619,15 +539,7 @@ class Library(SharedLibrary):
         return LibraryFunction(self, symbol, arguments, communicator)
 
 
-def _key(derivative: Cotangent | Tangent) -> str:
-    return f"{type(derivative).__name__} of {derivative.name}"
-
-
 # The place of the address of the entries in an array object, which NumPy's C interface fixes. `x.ctypes.data` takes ten
 # times as long.
 _DATA = object.__basicsize__
 _pointer = ctypes.c_void_p.from_address
-
-
-def _address(x: np.ndarray) -> int:
-    return _pointer(id(x) + _DATA).value or 0

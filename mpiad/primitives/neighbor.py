@@ -73,10 +73,7 @@ def mpi_neighbor_allgather(
     [ True  True]
     """
     call = "mpi_neighbor_allgather"
-    require_sendable(getval(x), call)
-    spec = spec_like(getval(x))
-    channel(comm, call)
-    edges = edges_of(comm, call)
+    spec, edges = _checked(x, comm, call)
     index = axis_of(axis, len(spec.shape), call)
     if index is None:
         if received is not None:
@@ -140,10 +137,7 @@ def mpi_neighbor_alltoall(
     [ True  True]
     """
     call = "mpi_neighbor_alltoall"
-    require_sendable(getval(x), call)
-    spec = spec_like(getval(x))
-    channel(comm, call)
-    edges = edges_of(comm, call)
+    spec, edges = _checked(x, comm, call)
     index, places = axis_of(axis, len(spec.shape), call), len(edges.destinations)
     sent = [1] * places if counts is None else counts_of(counts, places, call, "counts")
     if index is None or sum(sent) != spec.shape[index]:
@@ -157,6 +151,12 @@ def mpi_neighbor_alltoall(
     ends = np.cumsum(sent, dtype=int).tolist()
     blocks = [x[(*lead, slice(end - count, end))] for count, end in zip(sent, ends)]
     return _exchanged(blocks, spec, index, received, edges, comm, call)
+
+
+def _checked(x: Array, comm: Comm, call: str) -> tuple[Spec, Edges]:
+    require_sendable(getval(x), call)
+    channel(comm, call)
+    return spec_like(getval(x)), edges_of(comm, call)
 
 
 def _exchanged(

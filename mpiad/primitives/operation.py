@@ -353,12 +353,13 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) ->
     for k in argnums:
         parents.append(args[k]._node)
         inner[k] = args[k]._value
+    args = tuple(inner)
     if tape is None or level > number:
-        return _apply_above(operator, tape, tuple(inner), params, argnums, parents, level)
-    ans = apply(operator, tape.outer, tuple(inner), params)
+        return _apply_above(operator, tape, args, params, argnums, parents, level)
+    ans = apply(operator, tape.outer, args, params)
     if not (differentiable(ans) or tape.records_constants):
         return ans
-    node = tape.communicated(operator, ans, tuple(inner), params, argnums, parents)
+    node = tape.communicated(operator, ans, args, params, argnums, parents)
     return ans if node is None else new_box(ans, number, node)
 
 

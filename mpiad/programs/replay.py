@@ -39,6 +39,9 @@ from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.linked_calls import LinkedRun
 
+# Bytes of each array up to which a prepared operator saves time even if its arguments must be copied to fixed places.
+_PREPARED = 1 << 16
+
 
 class Replays:
     """The replays of a program, and the data that they share. Several replays may be in use at a time."""
@@ -610,7 +613,8 @@ class Replay:
         call, buffers = self.nodes[step.node].data, self.schedule.buffers
         if not self.prepared or getattr(call, "kind", None) != "operate" or call.fun.prepared is None:
             return False
-        if len(step.results) != 1 or call.kwargs or any(buffers[b].nbytes > SMALL for b in (*step.inputs, *step.results)):
+        nbytes = max([buffers[b].nbytes for b in (*step.inputs, *step.results)], default=0)
+        if len(step.results) != 1 or call.kwargs or nbytes > _PREPARED:
             return False
         args = [self._at_fixed_place(step.inputs[x.place]) if isinstance(x, Slot) else x for x in call.args]
         self._bind(step.results[0])

@@ -30,10 +30,7 @@ class _SymbolInfo(ctypes.Structure):
 class CallInProgress:
     """The call of a function of a library that hasn't returned: its text, or None."""
 
-    __slots__ = ("text",)
-
-    def __init__(self) -> None:
-        self.text: str | None = None
+    text: str | None = None
 
 
 in_progress = CallInProgress()

@@ -144,7 +144,7 @@ def test_values_and_derivatives(scaled, path, rank):
     np.testing.assert_allclose(shared(x), plain(x), 1e-13)
 
 
-@pytest.mark.parametrize("length", [4, 40_000], ids=["packed", "long"])
+@pytest.mark.parametrize("length", [4, 40_000], ids=["short", "long"])
 def test_in_compiled_programs(scaled, rank, length):
     x = np.linspace(0.1, 1.0, length) + rank
     check_jit(lambda x, k: anp.sqrt(scaled(anp.sin(x), k * 1.25) ** 2 + scaled(x, k)), x, 0.75, rounding=1e-11)
@@ -197,6 +197,9 @@ def test_changed_argument_and_lengths_with_offsets(functions):
     def loss(fun):
         return mpiad.grad(lambda u: anp.sum(u_weights * fun(u)[0] ** 2) + anp.sum(weights * fun(u)[1]), objective="sum")
 
+    steps_given = mpiad.jit(lambda u, steps: diffuse(steps, 0.2, 1.0 * u)[1])
+    for steps in (3, 3, np.int32(3), np.int32(2), np.int32(3)):
+        np.testing.assert_allclose(steps_given(start, steps), formula(start, int(steps))[1], 1e-14)
     np.testing.assert_allclose(loss(lambda u: diffuse(3, 0.2, u))(start), loss(lambda u: formula(u, 3))(start), 1e-13)
     check_adjoint(lambda u: diffuse(3, 0.2, u)[0], start)
 
