@@ -29,7 +29,7 @@ from mpiad.primitives import mpi_allreduce, mpi_alltoall, stop_gradient
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.replication import require_replicated
-from mpiad.transport.core.tracing import checked_on_replay
+from mpiad.transport.core.tracing import checked_on_replay, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.watch import watch_settings
 
@@ -224,6 +224,7 @@ def interpolate(
     if result not in ("all", "share", "own"):
         raise ValueError(f'{call}: result must be one of "all", "share" or "own", but got {result!r}.')
     u = checked_block(domain, u, call)
+    _end_trace(points, call)
     if result == "own":
         return _interpolate_own(domain, tables, u, points, lattice, call)
     _require_same_device(u, points, call)
@@ -270,6 +271,7 @@ def _interpolate_own(
 def deposit(domain: Decomposition, tables: PointTables, points: Array, values: Array, lattice: Lattice) -> LocalArray:
     """See `Domain.deposit`."""
     call, ndim, given = "Domain.deposit", len(domain.shape), stop_gradient(values)
+    _end_trace(points, call)
 
     def checked() -> tuple[np.ndarray, Shape]:
         owners = located(to_host(points), lattice, domain._partition, call).owner
@@ -312,6 +314,15 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
         f"For example, point {wrong[0]} is owned by {counts[wrong[0]].real:.0f} ranks. {_REMEDY}"
     )
     raise agreed(channel, ValueError(text))
+
+
+def _end_trace(points: Array, call: str) -> None:
+    """End the trace of a compiled function if the points depend on its arguments, since their owners are values."""
+    namespace = arrays_of(stop_gradient(points))
+    if tracing.recorder is not None and namespace is not None and namespace.takes_host_arrays:
+        tracing.recorder.refuse(
+            f"it calls {call} with points that depend on its arguments; only constant points are compiled"
+        )
 
 
 def _require_same_device(u: LocalArray, points: Array, call: str) -> None:

@@ -94,15 +94,19 @@ class Argument:
         if type(x) is np.ndarray:
             return x.ndim == len(self.shape) and self.is_passed(x)
         if isinstance(x, (bool, int, float, complex, np.generic)):
-            kinds = [_KINDS.get(np.result_type(x).kind, 9), _KINDS[self.dtype.kind]]
-            return not self.shape and kinds[0] <= kinds[1]
+            kinds = [_KINDS.get(np.asarray(x).dtype.kind, 9), _KINDS[self.dtype.kind]]
+            if self.shape or kinds[0] > kinds[1]:
+                return False
+            return kinds[1] != _KINDS["i"] or np.iinfo(self.dtype).min <= x <= np.iinfo(self.dtype).max
         # An array of a compiled program, which has no layout of its own.
         traced = hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(type(x), "__cuda_array_interface__")
         return traced and not isinstance(x, np.ndarray) and x.dtype == self.dtype and len(x.shape) == len(self.shape)
 
     def __str__(self) -> str:
         if not self.shape:
-            return f"a {self.dtype.name} number"
+            if self.dtype.kind not in "iu":
+                return f"a {self.dtype.name} number"
+            return f"an integer from {np.iinfo(self.dtype).min} to {np.iinfo(self.dtype).max} ({self.dtype.name})"
         return f"a contiguous {self.dtype.name} array of shape ({', '.join(map(str, self.shape))}) in {self.order} order"
 
 
@@ -325,6 +329,8 @@ class LibraryFunction(CustomOperator):
         values, parts, offsets, start = self._template.copy(), dict[str, _Part](), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):
             if name in self._inferred:
+                if not argument.accepts(sizes[name]):
+                    self._refuse(name, argument, sizes[name])
                 number = np.ctypeslib.as_ctypes_type(argument.dtype)(sizes[name])
                 values[place] = number if argument.by_value else ctypes.pointer(number)
             if argument.writes:

@@ -323,3 +323,15 @@ def test_refused_deposits(rank, size):
             ):
                 domain.deposit(mine, others if rank else values)
     assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.serial
+def test_points_that_depend_on_arguments_are_the_reason_against_compilation(caplog):
+    domain = mpiad.Domain(8)
+    u, points = np.arange(8.0) ** 2, np.array([[1.3], [4.4]])
+    for call, fun in (
+        ("Domain.interpolate", lambda p: domain.interpolate(u, p)),
+        ("Domain.deposit", lambda p: domain.deposit(p, np.ones(2))),
+    ):
+        np.testing.assert_allclose(mpiad.jit(fun)(points), fun(points), rtol=1e-14)
+        assert f"it calls {call} with points that depend on its arguments" in caplog.records[-1].getMessage()

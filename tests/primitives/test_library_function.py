@@ -300,6 +300,23 @@ def test_mistakes_in_calls(scaled):
             scaled(x, **wrong)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint32"])
+@pytest.mark.parametrize("kind", [Value, Input])
+def test_integers_out_of_range_are_refused(functions, kind, dtype):
+    """C would get other numbers; by value, by reference, and as the length of an array."""
+    fun = functions.function("shift", n=Value("int32"), by=Value(), x=Input("n"), y=Output("n"), k=kind(dtype=dtype))
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    for wrong in (low - 1, high + 1, np.int64(high + 1), 2**70):
+        for call in (fun, mpiad.jit(lambda by, x, k: fun(by, x, k))):
+            with pytest.raises(TypeError, match=rf"k must be an integer from {low} to {high} \({dtype}\), but got"):
+                call(0.0, np.ones(3), wrong)
+    for right in (low, high, np.int64(high)):
+        fun(0.0, np.ones(3), right)
+    short = functions.function("shift", n=Value("int8"), by=Value(), x=Input("n"), y=Output("n"))
+    with pytest.raises(TypeError, match=r"n must be an integer from -128 to 127 \(int8\), but got int 200"):
+        short(0.0, np.ones(200))
+
+
 def test_lengths_that_differ(functions):
     fun = functions.function("shift", n=Value("int32"), by=Value(), x=Input("n"), z=Input("n"), y=Output("n"))
     with pytest.raises(ValueError, match="shift: axis 0 of z must have length n = 3 from x, but has 4"):
