@@ -76,6 +76,7 @@ class Argument:
             raise ValueError(f'order must be "C" or "F", but got {order!r}.')
         self.order: Literal["C", "F"] = order
         self.shape, self.dtype, self.overwritten = shape, np.dtype(dtype), overwritten
+        self.range = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
         self.lengths = [_Length.of(length) for length in shape]
 
     def turned(self, kind: type[Argument], overwritten: bool = False) -> Argument:
@@ -84,7 +85,7 @@ class Argument:
 
     def is_passed(self, x: Array) -> bool:
         """Return whether an array is passed without a copy."""
-        if type(x) is not np.ndarray or x.dtype != self.dtype:
+        if type(x) is not np.ndarray or x.dtype is not self.dtype and x.dtype != self.dtype:
             return False
         flags = x.flags
         return (flags.c_contiguous if self.order == "C" else flags.f_contiguous) and flags.aligned
@@ -95,18 +96,15 @@ class Argument:
             return x.ndim == len(self.shape) and self.is_passed(x)
         if isinstance(x, (bool, int, float, complex, np.generic)):
             kinds = [_KINDS.get(np.asarray(x).dtype.kind, 9), _KINDS[self.dtype.kind]]
-            if self.shape or kinds[0] > kinds[1]:
-                return False
-            return kinds[1] != _KINDS["i"] or np.iinfo(self.dtype).min <= x <= np.iinfo(self.dtype).max
+            fits = self.range is None or kinds[0] <= 1 and self.range.min <= x.real <= self.range.max
+            return fits and not self.shape and kinds[0] <= kinds[1]
         # An array of a compiled program, which has no layout of its own.
         traced = hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(type(x), "__cuda_array_interface__")
         return traced and not isinstance(x, np.ndarray) and x.dtype == self.dtype and len(x.shape) == len(self.shape)
 
     def __str__(self) -> str:
         if not self.shape:
-            if self.dtype.kind not in "iu":
-                return f"a {self.dtype.name} number"
-            return f"an integer from {np.iinfo(self.dtype).min} to {np.iinfo(self.dtype).max} ({self.dtype.name})"
+            return f"a number of {self.dtype.name}" + (f" from {self.range.min} to {self.range.max}" if self.range else "")
         return f"a contiguous {self.dtype.name} array of shape ({', '.join(map(str, self.shape))}) in {self.order} order"
 
 
@@ -231,9 +229,8 @@ class LibraryFunction(CustomOperator):
         self.arguments, self._library, self._comm = dict(arguments), library, member(comm, symbol)
         items = self.arguments.items()
         lengths = {length.name for _, a in items for length in a.lengths if length.name is not None}
-        read = {length.name for _, a in items if a.reads for length in a.lengths}
         integers = {name for name, a in items if a.reads and not a.shape and a.dtype.kind in "iu"}
-        self._inferred = integers & read
+        self._inferred = integers & {length.name for _, a in items if a.reads for length in a.lengths}
         self._inputs = [(k, name, a) for k, (name, a) in enumerate(items) if a.reads and name not in self._inferred]
         self._names = [name for _, name, _ in self._inputs]
         self._outputs = [name for name, a in items if a.writes]
@@ -316,17 +313,16 @@ class LibraryFunction(CustomOperator):
     def _new_layout(self, args: tuple) -> _Layout:
         member(self._comm, self.__name__)  # it may have been freed
         sizes = {self._names[k]: int(args[k]) for k in self._integers}
-        sources = dict.fromkeys(sizes, "")
+        sources = dict[str | None, str]()  # the arrays that have determined lengths
         for k in self._arrays:
             name = self._names[k]
             for axis, (length, n) in enumerate(zip(self.arguments[name].lengths, args[k].shape)):
                 if length.name is not None and length.name not in sizes:
                     sizes[length.name], sources[length.name] = n - length.offset, f" from {name}"
                 if length.value(sizes) != n:
-                    source = sources.get(length.name or "", "")
-                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{source}"
+                    expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{sources.get(length.name, '')}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
-        values, parts, offsets, start = self._template.copy(), dict[str, _Part](), [], 0
+        values, parts, offsets, stop = self._template.copy(), dict[str, _Part](), [], 0
         for place, (name, argument) in enumerate(self.arguments.items()):
             if name in self._inferred:
                 if not argument.accepts(sizes[name]):
@@ -335,12 +331,11 @@ class LibraryFunction(CustomOperator):
                 values[place] = number if argument.by_value else ctypes.pointer(number)
             if argument.writes:
                 shape = tuple([length.value(sizes) for length in argument.lengths])
-                offsets.append((place, start * argument.dtype.itemsize))
-                stop = start + prod(shape)
-                parts[name] = _Part(argument.order, shape, slice(start, stop) if shape else start)
-                start = stop
+                begin, stop = stop, stop + prod(shape)
+                offsets.append((place, begin * argument.dtype.itemsize))
+                parts[name] = _Part(argument.order, shape, slice(begin, stop) if shape else begin)
         (name, first), is_one = next(iter(parts.items())), len(parts) == 1
-        result = Spec(first.shape if is_one else (start,), self.arguments[name].dtype)
+        result = Spec(first.shape if is_one else (stop,), self.arguments[name].dtype)
         new_result = partial(self._allocate, result.shape, result.dtype, first.order if is_one else "C")
         return _Layout(sizes, values, parts, offsets, result, new_result)
 

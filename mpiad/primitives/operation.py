@@ -341,22 +341,29 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) ->
     # Inner traces have higher numbers.
     number = level = -1 if tape is None else tape.number
     argnums: list[int] = []
+    others = 0  # traced arguments of other traces
     for k, x in enumerate(args):
-        if type(x) in _box_types and x._trace >= level:
+        if type(x) in _box_types:
             if x._trace > level:
-                level, argnums = x._trace, []
-            argnums.append(k)
+                others += len(argnums)
+                level, argnums = x._trace, [k]
+            elif x._trace == level:
+                argnums.append(k)
+            else:
+                others += 1
     if level < 0:
         return operator.run(args, params)
     # Recursion to the next outer tape until all arrays are plain. Each tape records the operation after the recursive call.
     inner, parents = list(args), []
     for k in argnums:
         parents.append(args[k]._node)
-        inner[k] = args[k]._value
+        inner[k] = value = args[k]._value
+        others += type(value) in _box_types
     args = tuple(inner)
     if tape is None or level > number:
         return _apply_above(operator, tape, args, params, argnums, parents, level)
-    ans = apply(operator, tape.outer, args, params)
+    # Most calls end here: all arrays are plain, and there is no outer tape.
+    ans = apply(operator, tape.outer, args, params) if others or tape.outer is not None else operator.run(args, params)
     if not (differentiable(ans) or tape.records_constants):
         return ans
     node = tape.communicated(operator, ans, args, params, argnums, parents)
