@@ -233,6 +233,7 @@ def _mix(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # some 100,000 objects of the tests to come, which each of the collector's passes would look through
+    gc.set_threshold(10_000)  # a trace of one test makes thousands, and hypothesis is called at each pass
     gc.enable()
 
 

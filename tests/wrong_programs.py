@@ -11,7 +11,7 @@ A program's header, the comments at its top, says how it is run and what its use
     # says: rank 1.*mpi_bcast.*{here}                   a regular expression, in standard error; one or more
     # says on Open MPI: signal 9                        where the launcher speaks, and each its own language
     # prints: 1 failed                                  the same, in standard output
-    # together: yes                                     all ranks raise, and wait for none: it runs with others in one job
+    # together: yes                                     no rank waits for one that raises: it runs with others in one job
     # thorough: yes                                     it takes long, and runs where everything is run
 
 `{here}` stands for `program.py:12` and `program.py", line 12`, the line that ends in the comment `# here`; any other word

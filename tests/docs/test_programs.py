@@ -35,7 +35,7 @@ ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raise
 SLOW = (
     "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "counted.py", "cubic.py",
     "currents.py", "decay_fit.py", "fit.py", "four_d_var.py", "implicit_heat.py", "line.py", "many_fits.py", "neurons.py",
-    "outbreak_fit.py", "receptor.py", "release.py",
+    "outbreak_fit.py", "outbreak_grid.py", "ported_heat.py", "receptor.py", "release.py", "rod_on_ranks.py",
     "rod_samples.py", "root_block.py", "several_starts.py", "smooth.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
 # Their programs import one another, and packages of `make recipes`.

@@ -65,9 +65,10 @@ def test_tags_stay_below_what_mpi_guarantees(monkeypatch):
     block = np.ones(domain.local_shape)
 
     def loss(u):
-        for _ in range(60):
-            u = u + 0.01 * laplacian(u)
-            u = exchanged(domain, u, True)[domain.interior] + exchanged(domain, u, False)[domain.interior]
+        for k in range(60):
+            if k % 10 == 0:  # what isn't in halves has the same few tags each time
+                u = u + 0.01 * laplacian(u) + exchanged(domain, u, False)[domain.interior]
+            u = exchanged(domain, u, True)[domain.interior]
         return domain.sum(u)
 
     for _ in range(4):

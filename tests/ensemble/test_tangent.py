@@ -230,6 +230,7 @@ def dosed(u0, p, doses):
 CASES = {alg.__name__: (alg(), False) for alg in FINE} | {"at the start": (Tsit5(), True)}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("alg, start", CASES.values(), ids=CASES)
 def test_tangents_through_doses(alg, start, monkeypatch):
     doses = DOSES if not start else [*DOSES, ([0.0, 0.3], DOSES[1][1])]

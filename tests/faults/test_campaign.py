@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import launch
 import pytest
 import wrong_programs
 from wrong_programs import HeaderError
@@ -35,9 +36,29 @@ def reported(tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The end of WRONG: what a header says is a comment, so that one run is compared with all headers."""
+    path = tmp_path_factory.mktemp("wrong") / "program.py"
+    path.write_text(WRONG)
+    return launch.run_captured(2, [str(path)], limit=20, mpiexec=True)
+
+
+@pytest.fixture
+def missed(tmp_path, job):
+    """`missed(text)` returns what the end of WRONG lacks of what the header of a text says."""
+
+    def compare(text):
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return wrong_programs.missing(wrong_programs.read(path), job)
+
+    return compare
+
+
 @pytest.mark.launches
-def test_a_wrong_program_is_as_it_must_be(reported):
-    assert reported(WRONG) == []
+def test_a_wrong_program_is_as_it_must_be(missed):
+    assert missed(WRONG) == []
 
 
 @pytest.mark.launches
@@ -56,8 +77,8 @@ def test_a_right_program_is_reported(reported):
         ("{here}", "program.py:9"),
     ],
 )
-def test_a_missing_sentence_is_reported(before, after, reported):
-    assert "it didn't" in reported(WRONG.replace(before, after))[0]
+def test_a_missing_sentence_is_reported(before, after, missed):
+    assert "it didn't" in missed(WRONG.replace(before, after))[0]
 
 
 @pytest.mark.launches

@@ -88,9 +88,9 @@ def test_exact_variances(case):
 def test_estimated_variances(case):
     domain, posterior, dense, d = case
     expected = np.diag(dense.conditioned(d)[1]).reshape(N, *SHAPE)
-    estimate, error = (whole(domain, each) for each in posterior.variance(samples=400, rng=1))
+    estimate, error = (whole(domain, each) for each in posterior.variance(samples=150, rng=1))
     deviations = (estimate - expected) / error
-    assert np.abs(deviations).max() < 5.0 and 0.7 < deviations.std() < 1.4
+    assert np.abs(deviations).max() < 5.0 and abs(deviations.mean()) < 1.0 and 0.7 < deviations.std() < 1.4
 
 
 def test_samples(case):

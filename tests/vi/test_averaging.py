@@ -38,7 +38,7 @@ def gap(params):
 
 @pytest.mark.serial
 def test_the_posterior_reported_is_near_the_exact_one_whatever_the_draws():
-    found = [fitted(seed, n_samples=4000) for seed in range(5)]
+    found = [fitted(seed, n_samples=1000) for seed in range(5)]
     ratios, divergences = zip(*(gap(result.params) for result in found))
     np.testing.assert_allclose(ratios, 1, atol=0.12)
     assert np.mean(divergences) < 0.02

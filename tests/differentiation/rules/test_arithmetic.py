@@ -42,6 +42,7 @@ def check_binary(op, x, y):
     check(lambda y: op(x, y), y, constants=(x,))
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("op", BINARY)
 def test_both_operands(op, shapes):
@@ -49,6 +50,7 @@ def test_both_operands(op, shapes):
         check_binary(op, operand(a), operand(b, seed=1))
 
 
+@pytest.mark.few(32)
 @pytest.mark.parametrize("b", DTYPES)
 @pytest.mark.parametrize("a", DTYPES)
 @pytest.mark.parametrize("op", BINARY)
@@ -56,6 +58,7 @@ def test_mixed_dtypes(op, a, b):
     check_binary(op, operand((3, 2), a), operand((2,), b, seed=1))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("op", BINARY)
 @pytest.mark.parametrize("number", [2, 2.5, 2.5j, True, numpy.float32(1.5), numpy.int64(3)], ids=repr)
 def test_constants(op, number):

@@ -13,6 +13,7 @@ AXES = [None, 0, 1, -1, (0, 1), (1, 2)]
 TIED = numpy.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [0.0, -1.0, 3.0]])
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32])
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("axis", AXES, ids=str)

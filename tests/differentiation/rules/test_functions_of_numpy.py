@@ -146,9 +146,30 @@ def test_cumulative_products_with_zeros(compiled):
 NEW = "take average nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
 
 
+def one_of(count, cases):
+    """Return about one of so many cases, drawn by their texts, and at least one that NumPy accepts of each function."""
+    by_name = {}
+    for case in cases:
+        by_name.setdefault(case.name, []).append((zlib.crc32(str(case).encode()), case))
+    chosen = []
+    for drawn in by_name.values():
+        drawn.sort(key=lambda pair: pair[0])
+        few = [case for number, case in drawn if number % count == 0]
+        if not any(map(accepted, few)):
+            few += [case for _, case in drawn if accepted(case)][:1]
+        chosen += few
+    return chosen
+
+
+def accepted(case):
+    return derivative_sweep.outcomes(case, modes=0) is not None
+
+
 def test_functions_with_all_derivatives():
     shapes = (3,), (2, 3)
-    table = derivative_sweep.run(case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW)
+    table = derivative_sweep.run(
+        one_of(2, [case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW])
+    )
     assert derivative_sweep.wrong(table) == [] and table.keys() == set(NEW)
     refused = ("np.trapezoid(x, np.array([0.1, 0.5]), axis=0)",)  # two points for three values
     for name, row in table.items():
@@ -312,8 +333,7 @@ def test_every_attribute_of_arrays_is_on_the_page():
 @pytest.mark.limit(300)
 def test_methods_and_operators(text):
     shapes = (), (3,), (2, 3)
-    cases = list(derivative_sweep.method_cases(getattr(derivative_sweep, text), shapes))
-    table = derivative_sweep.run(cases)
+    table = derivative_sweep.run(one_of(2, derivative_sweep.method_cases(getattr(derivative_sweep, text), shapes)))
     assert derivative_sweep.wrong(table) == []
     assert all(outcome == "right" for row in table.values() for found in row.values() for outcome, _ in found)
     assert table.keys() == derivative_sweep.calls_by_name(getattr(derivative_sweep, text)).keys()
@@ -323,7 +343,7 @@ def test_methods_and_operators(text):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])
 def test_linearized_and_compiled_methods(text):
-    for case in derivative_sweep.method_cases(getattr(derivative_sweep, text), ((), (2, 3))):
+    for case in one_of(2, derivative_sweep.method_cases(getattr(derivative_sweep, text), ((), (2, 3)))):
         others = ("__pos__", "copy", "real") if not case.shape else ("conj", "copy", "dot", "imag", "real")
         chosen = case.name in others or case.shape and case.kind == "real"
         if chosen and derivative_sweep.outcomes(case, modes=1) is not None:
@@ -388,9 +408,8 @@ def test_traces_of_plain_autograd_keep_their_attributes():
 
 @pytest.mark.limit(400)  # jitted: one compilation for each entry
 def test_table_of_the_reference():
-    chosen = [case for case in derivative_sweep.cases() if zlib.crc32(str(case).encode()) % 12 == 0]
-    table = derivative_sweep.run(chosen)
-    assert len(table) > 84
+    table = derivative_sweep.run(one_of(30, derivative_sweep.cases()))
+    assert table.keys() == derivative_sweep.rows_of_page().keys()
     assert derivative_sweep.wrong(table) == []
     assert derivative_sweep.against_page(table) == []
 

@@ -16,6 +16,7 @@ def positive(shape, dtype=float):
     return numpy.abs(random_like(numpy.empty(shape))).astype(dtype)[()] + numpy.asarray(0.5, dtype)[()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", EXPONENTS, ids=repr)
 def test_constant_exponent(n, dtype):

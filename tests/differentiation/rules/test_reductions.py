@@ -10,6 +10,7 @@ DTYPES = [numpy.float64, numpy.float32, numpy.complex128, numpy.complex64]
 AXES = [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()]
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("axis", AXES, ids=str)

@@ -2,6 +2,7 @@
 # raises: RuntimeError
 # says: RuntimeError: drive: a driven function was called after the end of `drive`.
 # says: {here}
+# together: yes
 
 import mpiad
 

@@ -1,6 +1,7 @@
 # One rank is interrupted in Python's own code.
 # raises: KeyboardInterrupt
 # says: rank 1 ended the job by an exception that nobody caught.*{here}.*KeyboardInterrupt
+# thorough: yes
 
 import os
 import subprocess

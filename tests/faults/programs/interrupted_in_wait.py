@@ -1,5 +1,6 @@
 # One rank is interrupted while it waits inside MPI, where Python can't raise.
 # says: mpiad: rank 1 was interrupted by SIGINT while it waited inside MPI at {here}, in mpi_allreduce. The job ends
+# thorough: yes
 
 import os
 import subprocess

@@ -1,8 +1,8 @@
 # A grid of which one rank would own nothing.
-# ranks: 3
 # raises: ValueError
-# says: {here}.*ValueError: Domain: .*\(2,\)
+# says: {here}.*ValueError: Domain: .*\(1,\)
+# together: yes
 
 import mpiad
 
-mpiad.Domain((2,))  # here
+mpiad.Domain((1,))  # here

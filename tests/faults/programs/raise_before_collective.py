@@ -1,6 +1,7 @@
 # One rank raises before a collective that the others are in.
 # raises: ArithmeticError
 # says: mpiad: rank 1 ended the job by an exception that nobody caught.*{here}.*ArithmeticError: no such step
+# thorough: yes
 
 import mpiad
 

@@ -1,6 +1,7 @@
 # A local adjoint raises on one rank, while the others wait in the backward pass.
 # raises: FloatingPointError
 # says: rank 1 ended the job.*{here}.*FloatingPointError: overflow
+# thorough: yes
 
 import autograd.numpy as np
 from autograd.extend import defvjp, primitive

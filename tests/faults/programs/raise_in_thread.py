@@ -1,6 +1,7 @@
 # A thread of one rank raises, and its main thread waits for it.
 # raises: EOFError
 # says: rank 1 ended the job by an exception that nobody caught.*{here}.*EOFError: no header
+# thorough: yes
 
 import threading
 

@@ -1,6 +1,7 @@
 # A partner that doesn't exist.
 # raises: ValueError
 # says: {here}.*ValueError: mpi_send: dest must be .*2.*got 2
+# together: yes
 
 import numpy as np
 

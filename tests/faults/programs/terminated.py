@@ -1,5 +1,6 @@
 # One rank gets SIGTERM, from outside, while it waits inside MPI.
 # says: mpiad: rank 1 received SIGTERM at {here}, in mpi_allreduce. The job ends
+# thorough: yes
 
 import os
 import subprocess

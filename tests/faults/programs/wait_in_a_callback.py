@@ -1,6 +1,7 @@
 # The root's callback communicates, where no other rank has a callback: refused on all ranks.
 # raises: ValueError
 # says: mpi_allreduce: the callback runs on the root alone, and the other ranks take no part
+# together: yes
 
 import autograd.numpy as np
 

@@ -101,15 +101,8 @@ def test_a_fork_leaves_alone(mpirun):
 IN_A_CALL = """
 import autograd.numpy as anp
 import numpy as np
-from mpiad import parallel
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
-from mpiad.extend import custom_operator
-from mpiad.linalg import newton
-from mpiad.optimize import minimize
-from mpiad.timestepping import scan
 
 sys.modules["mpiad.transport.exits.departure"]._GRACE = 0.5
-training = parallel.DistributedOptimizer(parallel.SGD(0.1))
 
 def leave(u, *args):
     if rank == 1:
@@ -120,22 +113,26 @@ def loss(u):
     leave(u)
     return mpiad.mpi_allreduce(anp.sum(u**2))
 
-calls = {
-    "scan": lambda: mpiad.value_and_grad(lambda u: loss(scan(leave, u, 3)))(np.ones(2)),
+def step():
+    training = mpiad.parallel.DistributedOptimizer(mpiad.parallel.SGD(0.1))
+    training.step(training.setup(np.ones(2)), np.ones(2), lambda w, x: anp.mean(leave(w * x)), np.ones((3, 2)))
+
+def ensemble():
+    from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
+    problem = EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0)))
+    solve(problem, ensemblealg=EnsembleMPI(), trajectories=4, compile=False)
+
+calls = {  # each loads the packages that it needs, which takes longer than the call
+    "scan": lambda: mpiad.value_and_grad(lambda u: loss(mpiad.timestepping.scan(leave, u, 3)))(np.ones(2)),
     "value_and_grad": lambda: mpiad.value_and_grad(loss)(np.ones(2)),
     "jvp": lambda: mpiad.jvp(loss, np.ones(2), np.ones(2)),
     "jit": lambda: mpiad.jit(loss)(np.ones(2)),
-    "operator": lambda: custom_operator(loss)(np.ones(2)),
-    "value": lambda: parallel.value(lambda w, x: anp.mean(leave(w * x)))(1.0, np.ones(3)),
-    "step": lambda: training.step(
-        training.setup(np.ones(2)), np.ones(2), lambda w, x: anp.mean(leave(w * x)), np.ones((3, 2))
-    ),
-    "newton": lambda: newton(lambda u: u**3 + leave(u), np.ones(3)),
-    "ensemble": lambda: solve(
-        EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4,
-        compile=False,
-    ),
-    "minimize": lambda: minimize(lambda x: anp.sum(leave(x)**2), np.ones(3), objective="sum"),
+    "operator": lambda: mpiad.extend.custom_operator(loss)(np.ones(2)),
+    "value": lambda: mpiad.parallel.value(lambda w, x: anp.mean(leave(w * x)))(1.0, np.ones(3)),
+    "step": step,
+    "newton": lambda: mpiad.linalg.newton(lambda u: u**3 + leave(u), np.ones(3)),
+    "ensemble": ensemble,
+    "minimize": lambda: mpiad.minimize(lambda x: anp.sum(leave(x)**2), np.ones(3), objective="sum"),
 }
 with mpiad.debug.checked(timeout=20) if sys.argv[1] == "newton" else np.errstate():
     calls[sys.argv[1]]()
