@@ -151,7 +151,7 @@ class FunctionReader:
             self.container(state, parts_of(state))
             for part in state.values():
                 self.read_held(part)
-        for name in slots_of(type(value)):
+        for name in _slots_of(type(value)):
             part = getattr(value, name, MISSING)
             self.slot(value, name, part)
             self.read_held(part)
@@ -341,9 +341,10 @@ def _cells(fun: FunctionType) -> dict[str, CellType]:
 
 
 @lru_cache(maxsize=256)
-def slots_of(kind: type) -> list[str]:
+def _slots_of(kind: type) -> list[str]:
     """Return the names of the slots of a class written in Python."""
-    return [name for base in kind.__mro__ for name, x in vars(base).items() if isinstance(x, MemberDescriptorType)]
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for members in classes for name, x in members.items() if isinstance(x, MemberDescriptorType)]
 
 
 def parts_of(container: Any) -> list[Any]:

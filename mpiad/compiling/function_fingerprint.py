@@ -146,8 +146,6 @@ class _ValueReader(FunctionReader):
             raise Unknown  # an object of a class written in C
         self.entries.append(type(value))
         self.read_state(value)
-        for name in (name for names in slots for name in names or ()):  # such as `sparse` of np.mgrid
-            self.read(getattr(value, name, None))
 
 
 class _PortableReader(_ValueReader):
