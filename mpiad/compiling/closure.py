@@ -672,6 +672,8 @@ class _WatchReader(FunctionReader):
     def read_held(self, value: object) -> None:
         if type(value) in _boxes:
             raise HoldsTraced
+        if type(value).__module__.startswith("scipy."):
+            self.read(value)
         super().read_held(value)
 
     def library_object(self, value: object) -> None:

@@ -185,8 +185,9 @@ _raised = _binary(np.power)
 
 
 def _power(self: TracedArray, other: Any) -> Any:
-    if self.dtype.kind == "b" and not self.weak and type(other) is int and other == 2:
-        return _raised(self.astype(np.int8), other)  # NumPy squares the array, and np.square of booleans is int8
+    is_number = self.dtype.kind == "b" and not self.weak and isinstance(other, (int, float, np.number))
+    if is_number and other == 2 and (np.zeros(1, bool) ** other).dtype == np.int8:
+        return _raised(self.astype(np.int8), 2)  # NumPy squares the array, and np.square of booleans is int8
     return _raised(self, other)
 
 
