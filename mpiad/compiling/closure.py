@@ -553,7 +553,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
                 reader.read(value)
         reader.finish()
     except Unknown as error:
-        raise Unknown(reader.reading or str(error)) from None
+        raise Unknown(": ".join(filter(None, (reader.reading, str(error))))) from None
     return reader.watch
 
 
@@ -628,7 +628,7 @@ class _WatchReader(FunctionReader):
         for fun in self._without_attributes if self._asks_for_attributes else []:
             self.watch.note("not {0}.__dict__", fun)
         if self._names & self._communicating - _OF_COMMUNICATORS:
-            raise Unknown("bare communication")
+            raise Unknown("calls of mpi4py aren't compiled")
 
     def is_known(self, value: object) -> bool:
         if id(value) in self._known:
@@ -692,7 +692,7 @@ class _WatchReader(FunctionReader):
         if not _is_communicator(value):
             return super().attribute(value, name)
         if name not in _OF_COMMUNICATORS:
-            raise Unknown("bare communication")
+            raise Unknown("calls of mpi4py aren't compiled")
         return None
 
 

@@ -21,7 +21,12 @@ T = TypeVar("T")
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
-    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
+    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np), and sums of entries "
+    "with the same index, as by np.add.at or np.bincount, by mpiad.segment_sum."
+)
+_NOT_IN_PLACE = (
+    "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
+    "f(x, out=y)."
 )
 _NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
@@ -34,6 +39,7 @@ _NO_MPI4PY = (
 # Pairs of a pattern and advice. The text of an exception and its cause is searched for the pattern; the first match counts.
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
+    (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (
         r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
         _NO_ASSIGNMENT,
@@ -66,6 +72,8 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     # An inner trace may already have appended the advice.
     if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
+    # Without the values of all arguments, which NumPy's text contains.
+    text = re.sub(r"(from __array_ufunc__\(<ufunc '\w+'>, '\w+').*", r"\1, ...)", text, flags=re.DOTALL)
     error.args = (f"{text.rstrip('.')}. {advice}",)
     # NumPy's casting errors don't show `args` in their text, so the advice is a note; in Python 3.10 only repr shows it.
     note = getattr(error, "add_note", None)

@@ -14,8 +14,9 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.core import JVPNode, VJPNode
 from autograd.numpy.numpy_boxes import ArrayBox
-from autograd.tracer import getval
+from autograd.tracer import getval, primitive, register_notrace
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.forward import TangentNode
@@ -52,10 +53,26 @@ def _transposed(x: Array, *axes: Any) -> Array:
     return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None)
 
 
+@primitive
+def _converted(x: Array, dtype: Any) -> Array:
+    return x.astype(dtype)
+
+
+for _kind in (VJPNode, JVPNode):
+    register_notrace(_kind, _converted)
+_inherited_astype = ArrayBox.astype
+
+
+def _astype(x: Array, dtype: Any, *args: Any, **kwargs: Any) -> Array:
+    # Integers and booleans have no derivatives: they are constants, which may be indices.
+    return _inherited_astype(x, dtype, *args, **kwargs) if np.dtype(dtype).kind in "fc" else _converted(x, dtype)
+
+
 # The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.
 _METHODS: dict[str, Callable[..., Any]] = {
     "__iter__": lambda x: (x[i] for i in range(len(x))),  # TypeError for a scalar
     "__pos__": anp.positive,
+    "astype": _astype,
     "__round__": lambda x, *digits: round(getval(x), *digits),
     "compress": lambda x, condition, axis=None: anp.take(x, np.flatnonzero(condition), axis),
     "conj": anp.conj,

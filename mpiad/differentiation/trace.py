@@ -75,7 +75,8 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
         kinds = ", ".join(sorted(names)) or "nothing"
         raise TypeError(
             f"{call}: argument {argnum!r} holds {kinds}, but only floating-point numbers and arrays have derivatives. "
-            "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
+            "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128; on ranks that "
+            "have no values, np.zeros(0)."
         )
     if len(places) < len(leaves):
         refuse_objects(chosen, f"argument {argnum!r}", call)

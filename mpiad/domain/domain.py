@@ -623,7 +623,8 @@ class Domain(Decomposition):
         Parameters
         ----------
         points : array of shape (..., dimensions)
-            Coordinates of this rank's points, anywhere in the grid.
+            Coordinates of this rank's points, anywhere in the grid; in a periodic dimension also between the last cell and
+            the first one.
         values : array of floats
             The axes are any leading axes, followed by all axes of `points` but the last.
         spacing, origin, extent, centred

@@ -152,7 +152,7 @@ class FitResult:
     retcode: Array
     indices: Array
     _factor: Array  # shape (N, m + 1, m + 1); see `Evaluation`
-    _residual_counts: Array  # int, shape (N,); number of residuals
+    _residual_counts: Array  # int, shape (N,); number of residuals that aren't left out
     _tries: Array  # int, shape (N,); number of steps of all solves, including rejected ones
     starts: FitStarts | None = None
 
@@ -180,7 +180,8 @@ class FitResult:
         ----------
         absolute_sigma : bool
             Whether residuals are already divided by their standard deviations, as in `scipy.optimize.curve_fit`. Otherwise
-            their variance is estimated as ``2 * cost / (k - m)``, with k residuals and m free variables.
+            their variance is estimated as ``2 * cost / (k - m)``, with k residuals and m free variables. Residuals that are
+            zero for all x, such as those of missing values, aren't counted.
 
         Returns
         -------
@@ -390,8 +391,9 @@ _CALLED = (
 class Residuals:
     """The residuals ``fun(u, p, data)`` of some trajectories; `shape`: the shape of a state."""
 
-    def __init__(self, fun: Function, data: Tree, shape: Shape):
-        self._fun, self._shape, self.count = fun, shape, 0  # residuals per trajectory; 0 before the first call
+    def __init__(self, fun: Function, data: Tree, shape: Shape, trajectories: int):
+        self._fun, self._shape, self._is_checked = fun, shape, False
+        self.counts = np.zeros(trajectories, int)  # the numbers of residuals that weren't zero for all x so far
         leaves, self._build = flatten(data)
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 
@@ -404,7 +406,7 @@ class Residuals:
         # With states in the shape of u0, and trajectories along the last axis.
         u, *tangents = (np.ascontiguousarray(np.moveaxis(part, 0, -1)) for part in parts)
         with np.errstate(all="ignore"):
-            if not self.count:  # only at the first call, since the check takes two more calls
+            if not self._is_checked:  # only at the first call, since the check takes two more calls
                 self._check(x, u, ids)
             r, jacobian = self._linearized(np.ascontiguousarray(x.T), u, tangents, ids)
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
@@ -415,6 +417,7 @@ class Residuals:
         # If the solve failed, the cost is infinite, and the step is rejected. LAPACK needs finite numbers.
         finite = np.isfinite(cost) & np.isfinite(matrices).all(axis=(1, 2))
         matrices[~finite] = 0.0
+        self.counts[ids[:count]] = np.maximum(self.counts[ids[:count]], np.count_nonzero(matrices.any(axis=2), axis=1))
         factor = np.zeros((count, m + 1, m + 1))
         # QR instead of JᵀJ, whose condition number is the square of the condition number of J.
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(matrices, mode="r")
@@ -453,7 +456,7 @@ class Residuals:
                 f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
                 f"a call with all {len(ids)} columns, but {copied[:4]} beside columns near the first. {_CALLED}"
             )
-        self.count = len(first)
+        self._is_checked = True
 
     def _plain(self, x: Array, u: Array, ids: Array) -> Array:
         try:
@@ -839,7 +842,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, numbers.start)
     leaves, build = flatten(plan.arguments.data)
     data = build([None if leaf is None else np.asarray(leaf)[owners] for leaf in leaves])
-    misfit = Residuals(plan.arguments.residuals, data, batch.shape)
+    misfit = Residuals(plan.arguments.residuals, data, batch.shape, len(numbers))
     tries = np.zeros(len(numbers), int)
 
     def evaluate(x: Array, ids: Array) -> Evaluation:
@@ -864,6 +867,6 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
         ConvergenceCode.names_of(minima.codes),
         indices=np.array(numbers, int),
         _factor=minima.factor,
-        _residual_counts=np.full(len(numbers), misfit.count),
+        _residual_counts=misfit.counts,
         _tries=tries,
     )

@@ -23,7 +23,7 @@ def mpi_isend(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Reque
     Parameters
     ----------
     x : array or number
-        It may be overwritten after the call, since a copy is sent.
+        It may be overwritten after the call, since a copy is sent. It may be empty.
     dest, tag, comm
         As in `mpi_send`.
 

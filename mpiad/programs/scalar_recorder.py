@@ -72,11 +72,13 @@ class ScalarRecorder:
     def entered_body(self) -> None:
         """Do nothing at the beginning of an operator's body."""
 
-    def input(self, group: str, places: range, shape: Shape, in_pairs: bool = False) -> TracedArray:
+    def input(self, group: str, places: range, shape: Shape, in_pairs: bool = False, boolean: bool = False) -> TracedArray:
         """Return inputs of a group, in C order, as a read-only array; `in_pairs`: real and imaginary parts of entries."""
         symbols = [Symbol(self.builder, self.builder.input(group, place)) for place in places]
         if in_pairs:
             symbols = [real.plus_i(imag) for real, imag in zip(symbols[::2], symbols[1::2])]
+        if boolean:
+            symbols = [symbol.truth() for symbol in symbols]
         array, value = _as_array(symbols, shape), np.ones(shape, self._dtype_of(symbols))
         array.flags.writeable = value.flags.writeable = False
         return TracedArray(self, array, value)
@@ -98,6 +100,8 @@ class ScalarRecorder:
                 f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
                 "np.zeros_like(u)"
             )
+        if x.dtype == bool:  # NumPy would compute with the symbols as with objects, and count where booleans are joined
+            self.refuse("it joins conditions by np.array or np.stack: join the numbers, and compare their array")
         return x.number.copy()
 
     def traced(self, x: Any) -> Any:
@@ -126,6 +130,8 @@ class ScalarRecorder:
         args, kwargs = mapped(tuple(args), self.traced), mapped(kwargs, self.traced)
         made = fun(*plain(args), **plain(kwargs))
         if rule is None:
+            if fun in _COMBINING and made.dtype == bool:
+                self.refuse(f"it calls {name} with booleans, whose sum is True or False: write np.any(x & y)")
             if fun is take:
                 self._check_index(args[1])
             return self._wrapped(fun(*mapped(args, _entries), **mapped(kwargs, _entries)), made)
@@ -234,6 +240,10 @@ _RULES: dict[Callable, Rule] = {
     np.interp: _interpolated,
 }
 
+# Functions that add, multiply or subtract entries, which isn't arithmetic of numbers for booleans.
+_COMBINING = frozenset({
+    np.dot, np.vdot, np.inner, np.outer, np.matmul, np.tensordot, np.einsum, np.kron, np.convolve, np.diff,
+})  # fmt: skip
 # Functions that move entries, or add and multiply them.
 _ON_ENTRIES: frozenset[object] = frozenset({
     take, array_of, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,

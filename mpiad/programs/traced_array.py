@@ -171,7 +171,7 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
         if type(other) in _boxes:
             return NotImplemented
         given = (other, self) if swapped else (self, other)
-        is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
+        is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS or type(other) is bool
         if not (self.weak and is_weak):
             return self.recorder.call(ufunc, given, {})
         if ufunc is np.power and all(np.result_type(x).kind in "iu" for x in plain(given)):
@@ -185,7 +185,7 @@ _raised = _binary(np.power)
 
 
 def _power(self: TracedArray, other: Any) -> Any:
-    is_number = self.dtype.kind == "b" and not self.weak and isinstance(other, (int, float, np.number))
+    is_number = self.shape and self.dtype.kind == "b" and isinstance(other, (int, float, np.number))
     if is_number and other == 2 and (np.zeros(1, bool) ** other).dtype == np.int8:
         return _raised(self.astype(np.int8), 2)  # NumPy squares the array, and np.square of booleans is int8
     return _raised(self, other)
@@ -227,6 +227,9 @@ def reason_of_conversion(frame: FrameType) -> str:
             "parts by np.concatenate or np.stack of autograd.numpy"
         )
     return ""
+
+
+_INDEX = "it indexes an array of numbers by traced integers: pass this array as an argument"
 
 
 def _as_number(self: TracedArray) -> NoReturn:
@@ -355,8 +358,12 @@ class TracedArray:
         """End the trace in failure: an entry is a value."""
         self.ask_for_value()
 
+    def __index__(self) -> NoReturn:
+        """End the trace in failure: an index of a list or of a plain array is a value."""
+        self.ask_for_value(_INDEX if self.shape else CONTROL_FLOW)
+
     __float__ = __int__ = __complex__ = _as_number
-    __bool__ = __index__ = __round__ = tolist = item
+    __bool__ = __round__ = tolist = item
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other

@@ -430,8 +430,9 @@ def _reversed(g: Array, *leaves: Array, loop: Loop, linear: bool = False) -> Arr
 
 def _run_adjoint(ans: Array, *leaves: Array, loop: Loop) -> Callable:
     def vjp(g: Array) -> list:
-        # If the variables of the tape are cotangents, derivatives with respect to g only are needed.
-        linear = tracing.tape is not None and tracing.tape.of_cotangents
+        # If the variables of the tape are cotangents, derivatives with respect to g only are needed, unless the arguments
+        # depend on these variables, as the directions of a loop with tangents do.
+        linear = tracing.tape is not None and tracing.tape.of_cotangents and not any(map(isbox, leaves))
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
     return vjp

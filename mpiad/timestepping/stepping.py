@@ -349,7 +349,7 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
     )
     if getattr(leaf, "shape", None) == spec.shape:
         return TypeError(f"{text} Convert it in step, or pass an initial state of the dtype that step returns.")
-    return ValueError(text)
+    return ValueError(f"{text} Keep a fixed number of entries, such as particles on the rank where they begin.")
 
 
 class TangentStepping(NamedTuple):

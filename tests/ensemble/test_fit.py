@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 from scipy.integrate import solve_ivp
 from scipy.linalg import expm
-from scipy.optimize import least_squares
+from scipy.optimize import curve_fit, least_squares
 
 from mpiad.ensemble import (
     RK45,
@@ -513,3 +513,23 @@ def test_events_with_and_without_effects(compiled):
     options = {"data": exact, "saveat": times, "rtol": 1e-10, "atol": 1e-12, "compile": compiled}
     found = fit(growth, first_component, truth + 0.02, Vern7(), events=(stop, watch), **options)
     np.testing.assert_allclose(found.p, truth, rtol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.serial
+def test_values_that_are_left_out_do_not_count(compiled):
+    """The covariance is that of `curve_fit` with the other values; their numbers differ between trajectories."""
+    rng, t = np.random.default_rng(0), np.linspace(0.1, 3.0, 40)
+    rates = np.array([0.5, 0.7, 1.1])
+    y = np.exp(-rates[:, None] * t) + 0.05 * rng.normal(size=(3, 40))
+    seen = np.arange(40) % np.array([[1], [4], [10]]) == 0
+    y[~seen] = np.nan
+    decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 3.0), [1.0])
+    found = fit(
+        EnsembleProblem(decay), lambda u, p, data: anp.where(data["seen"], u[:, 0] - data["y"], 0.0), np.ones((3, 1)),
+        data={"y": y, "seen": seen}, saveat=t, rtol=1e-10, atol=1e-12, compile=compiled,
+    )  # fmt: skip
+    for k in range(3):
+        x, covariance = curve_fit(lambda t, r: np.exp(-r * t), t[seen[k]], y[k, seen[k]], p0=[1.0], xtol=1e-12)
+        np.testing.assert_allclose(found.p[k], x, rtol=1e-5)
+        np.testing.assert_allclose(found.covariance()[k], covariance, rtol=1e-3)

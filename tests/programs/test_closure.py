@@ -553,5 +553,15 @@ def test_names_of_communication_are_those_of_a_communicators_methods_only():
     lambda x, send=MPI.COMM_SELF: (lambda given: given.bcast(x))(send),
 ])  # fmt: skip
 def test_communicators_under_other_names_communicate_still(fun):
-    with pytest.raises(Unknown, match="bare communication"):
+    with pytest.raises(Unknown, match="calls of mpi4py aren't compiled"):
         watch_of(fun)
+
+
+@pytest.mark.parametrize("name", ["dot", "matmul", "tensordot", "vdot"])
+@pytest.mark.parametrize("module", [anp, np], ids=["autograd", "numpy"])
+def test_functions_of_libraries_do_not_change(module, name):
+    """If they did, each call would be traced, and the last one of these interpreted."""
+    fun = getattr(module, name)
+    jitted = mpiad.jit(lambda x: fun(x, x) if name != "tensordot" else fun(x, x, 1), strict=True)
+    for _ in range(40):
+        np.testing.assert_allclose(jitted(X), X @ X, rtol=1e-14)

@@ -306,6 +306,31 @@ def test_copies_are_in_the_order_of_numpys_method(fun, order):
         assert total(x) == np.sum(fun(x) ** 2)
 
 
+FLAG = True
+
+
+@pytest.mark.parametrize("x", [np.array([1, 2, 127], np.int8), np.array([1.5, -2.0], np.float32)], ids=["int8", "float32"])
+@pytest.mark.parametrize(
+    "fun",
+    [lambda x, k: x + FLAG * k, lambda x, k: x * (k + True), lambda x, k: (True - k) * x, lambda x, k: x + (k > 1) * k],
+    ids=range(4),
+)
+def test_booleans_of_python_beside_numbers(fun, x):
+    """Their results are numbers of Python, which take the precision of the arrays."""
+    jitted = mpiad.jit(fun, strict=True)
+    for k in (3, 2):
+        expected = fun(x, k)
+        for _ in range(2):
+            np.testing.assert_array_equal(jitted(x, k), expected)
+            assert jitted(x, k).dtype == expected.dtype
+
+
+def test_powers_of_single_booleans():
+    for fun in (lambda x: (x[0] > 0) ** 2, lambda x: (x > 0) ** 2):
+        found, expected = mpiad.jit(fun, strict=True)(X), fun(X)
+        assert found.dtype == expected.dtype and np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 2.0, np.int64(2), np.float32(2)])
 def test_powers_of_booleans_have_numpys_dtypes(exponent):
     x, powers = np.array([1.5, -1.0, 2.0], np.float32), lambda x: (x > 0) ** exponent

@@ -409,3 +409,30 @@ def test_a_step_may_forget_the_state_before_it(kept):
 def test_no_steps_return_the_state():
     u = {"u": np.ones(2)}
     assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jitted"])
+@pytest.mark.parametrize("checkpoints", [1, 2, 5, CheckpointSchedule(2, recorded=3)], ids=str)
+def test_tangents_of_gradients(checkpoints, jitted, rank, size):
+    """Products of `linearize(grad(F))` with the Hessian, which the whole ring in one process has as well."""
+    shared = np.random.default_rng(3)
+    x, v = shared.normal(size=(2, CELLS)) / 2
+    before, behind = (rank - 1) % size, (rank + 1) % size
+
+    def step(u, k):
+        left = mpiad.mpi_exchange(u[-1:], dest=behind, source=before)
+        return u + 0.1 * anp.concatenate([left, u[:-1]]) * u**2 - 0.01 * (k + 1) * anp.sin(u)
+
+    def whole(u):
+        for k in range(5):
+            u = u + 0.1 * anp.roll(u, 1) * u**2 - 0.01 * (k + 1) * anp.sin(u)
+        return anp.sum(u**3)
+
+    advance = mpiad.jit(step) if jitted else step
+    gradient = mpiad.grad(lambda u: anp.sum(scan(advance, u, 5, checkpoints=checkpoints) ** 3), objective="sum")
+    linear = mpiad.linearize(gradient)(x[MINE])
+    expected = plain_jvp(plain_grad(whole))(x)(v)[1][MINE]
+    np.testing.assert_allclose(linear.jvp(v[MINE]), expected, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(linear.vjp(v[MINE]), expected, rtol=1e-11, atol=1e-12)
+    several = linear.jvp(np.stack([v[MINE], 2 * v[MINE]]), batch=True)
+    np.testing.assert_allclose(several, [expected, 2 * expected], rtol=1e-11, atol=1e-12)

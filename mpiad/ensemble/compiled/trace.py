@@ -127,6 +127,7 @@ def names_of(packing: ParameterPacking) -> tuple[str, ...]:
 # A function of u, p and t, with one column per trajectory.
 Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
+_WRAPPING = frozenset(map(np.dtype, ("i1", "i2", "i4", "u1", "u2", "u4", "u8")))
 _COLUMNS = 5  # number of trajectories in the comparison of a program with f
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
 _TOLERANCE = 1e4
@@ -189,8 +190,14 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     # If states are matrices, f is called for one trajectory at a time; otherwise for a batch with one column.
     column = () if len(shape) > 1 else (1,)
     for part in packing.parts:
+        if part.varies and p.leaves[part.place].dtype in _WRAPPING:
+            text = (
+                f"p has rows of {p.leaves[part.place].dtype}, in which NumPy's sums and products wrap around: pass float64"
+            )
+            raise Untraceable(text, place_of(f))
         symbol_shape = (*part.shape, *column) if part.varies else part.shape
-        leaves[part.place] = recorder.input("parameter", part.scalars, symbol_shape, part.complex)
+        is_boolean = part.varies and p.leaves[part.place].dtype == bool
+        leaves[part.place] = recorder.input("parameter", part.scalars, symbol_shape, part.complex, is_boolean)
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
         with restoring_state(), _autograd_replaced():
