@@ -133,7 +133,7 @@ def require_plain(gs: Sequence[Array], name: str) -> None:
         raise TypeError(
             f"jit: the reverse pass of {name} is differentiated with respect to its cotangent, in a derivative that began "
             "after the call of the compiled function; its program takes plain numbers only. Call make_vjp inside of this "
-            "derivative, or use linearize instead."
+            "derivative, or use linearize, and leave loops and solves out of the compiled function."
         )
 
 

@@ -8,6 +8,7 @@ in the reverse pass, runs backwards along the record. So the derivative has the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +102,9 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
 
     def adjoint(outcome: Any, gs: list[Array]) -> tuple[Any, ...]:
         """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
-        with suspended(body=False):
+        # Cotangents that are traced by a derivative around this reverse pass stay so.
+        is_traced = any(type(g) in _boxes for g in gs)
+        with nullcontext() if is_traced else suspended(body=False):
             return *cotangents_of(outcome.traced.recording, zip(outcome.traced.places, gs), specs), None
 
     adjoint.__name__ = f"adjoint of {fun.__name__}"

@@ -1,5 +1,6 @@
 """Solves and loops in time inside a jitted function are calls within its program; and jitted functions inside of them."""
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -256,3 +257,23 @@ def test_jitted_functions_in_solves_and_optimizers(replays, rank):
         found = solved(jitted)
         assert replays() >= least and None not in jitted._cache.entries.values()
         assert_same(found, solved(fun), 1e-9)
+
+
+def test_tangents_of_reverse_passes():
+    """`linearize` of a jitted function with a loop inside, whose products with tangents transpose its reverse pass."""
+    x, v = X, V
+
+    def whole(x):
+        u = x
+        for _ in range(5):
+            u = 0.9 * u + 0.1 * anp.sin(x)
+        return anp.sum(u**2)
+
+    def looped(x):
+        return anp.sum(scan(lambda u, k, x: 0.9 * u + 0.1 * anp.sin(x), x, 5, x, checkpoints=2) ** 2)
+
+    linear, gradient = mpiad.linearize(mpiad.jit(looped))(x), autograd.grad(whole)(x)
+    np.testing.assert_allclose(linear.vjp(1.0), gradient, rtol=1e-12)
+    np.testing.assert_allclose(linear.jvp(v), gradient @ v, rtol=1e-12)
+    np.testing.assert_allclose(linear.jvp(np.stack([v, 2 * v]), batch=True), gradient @ v * np.array([1, 2]), rtol=1e-12)
+    np.testing.assert_allclose(mpiad.jvp(lambda w: linear.vjp(w), 1.0, 1.0)[1], gradient, rtol=1e-12)
