@@ -41,7 +41,8 @@ _NO_MPI4PY = (
 _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (
-        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
+        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box|"
+        r"'function' object has no attribute 'at'|only integer scalar arrays can be converted to a scalar index",
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),

@@ -134,3 +134,22 @@ def test_second_order_in_float32(rank, size, rank_rng):
     total = sum(np.sum(x.astype(float) ** 2) for x in xs)
     along = sum(np.sum(x.astype(float)) for x in xs)
     assert_close(got, (4 * total * v + 8 * xs[rank] * along).astype(np.float32), rounding=1e-5)
+
+
+@pytest.mark.serial
+def test_integers_of_traced_values_are_constants():
+    """They may be indices; as in NumPy, they are towards zero."""
+    x, table = np.array([0.5, 1.7, 2.2, -0.9]), np.arange(5.0) ** 2
+    index = np.array([0, 1, 2, 0])
+    cases = (
+        (lambda x: anp.sum(table[x.astype(int)] * x**2), 2 * table[index] * x),
+        (lambda x: anp.sum((x**2)[x.astype(np.int8)] * x), x[index] ** 2 + 2 * x * np.bincount(index, x, minlength=4)),
+        (lambda x: anp.sum(mpiad.segment_sum(x, x.astype(int), 3) ** 2), 2 * np.bincount(index, x)[index]),
+        (lambda x: anp.sum((x - x.astype(int)) ** 2), 2 * (x - index)),
+        (lambda x: anp.sum(x[(x > 0).astype(bool)]) + anp.sum(x.astype(bool)), (x > 0) * 1.0),
+    )
+    direction = np.array([1.0, -2.0, 0.5, 3.0])
+    for fun, gradient in cases:
+        for f in (fun, mpiad.jit(fun)):
+            np.testing.assert_allclose(mpiad.grad(f)(x), gradient, rtol=1e-14)
+            assert mpiad.jvp(f, x, direction)[1] == pytest.approx(gradient @ direction, rel=1e-13)

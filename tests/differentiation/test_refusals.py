@@ -43,6 +43,24 @@ def added_in_place(x: Any) -> Any:
     return anp.sum(y)
 
 
+def added_at(x: Any) -> Any:
+    y = np.zeros(3)
+    np.add.at(y, [0, 1, 1], x)
+    return anp.sum(y)
+
+
+def added_by_autograd(x: Any) -> Any:
+    y = np.zeros(3)
+    anp.add.at(y, [0, 1, 1], x)
+    return anp.sum(y)
+
+
+def assigned_by_indices(x: Any) -> Any:
+    y = x * 2.0
+    y[np.array([0, 1])] = 0.0
+    return anp.sum(y)
+
+
 def received(x: Any) -> Any:
     y = np.zeros(3)
     COMM.Allreduce(x, y)
@@ -52,7 +70,10 @@ def received(x: Any) -> Any:
 WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "assigned": (assigned, TypeError, "item assignment", NEW_ARRAY),
     "filled": (filled, ValueError, "array element with a sequence", NEW_ARRAY),
-    "added in place": (added_in_place, TypeError, "add", NEW_ARRAY),
+    "added in place": (added_in_place, TypeError, "add", r"write a = a \+ x instead of a \+= x"),
+    "added at": (added_at, TypeError, "add", r"same index.*mpiad\.segment_sum"),
+    "added at, by autograd": (added_by_autograd, AttributeError, "no attribute 'at'", r"mpiad\.segment_sum"),
+    "assigned by indices": (assigned_by_indices, TypeError, "only integer scalar arrays", NEW_ARRAY),
     "converted": (lambda x: np.sum(np.asarray(x, float)), ValueError, "array element with a sequence", NEW_ARRAY),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),
     "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
