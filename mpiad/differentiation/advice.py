@@ -21,9 +21,9 @@ T = TypeVar("T")
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
-    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np), and sums of entries "
-    "with the same index, as by np.add.at or np.bincount, by mpiad.segment_sum."
+    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
 )
+_NO_DEPOSIT = "mpiad.segment_sum(values, indices, count) adds traced values with the same index."
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
     "f(x, out=y)."
@@ -40,9 +40,10 @@ _NO_MPI4PY = (
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
+    (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'", _NO_DEPOSIT),
     (
-        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box|"
-        r"'function' object has no attribute 'at'|only integer scalar arrays can be converted to a scalar index",
+        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*out=.*Box|"
+        r"only integer scalar arrays can be converted to a scalar index",
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),

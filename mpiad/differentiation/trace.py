@@ -73,10 +73,10 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
     if not places:
         names = {type(leaf).__name__ + (f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else "") for leaf in leaves}
         kinds = ", ".join(sorted(names)) or "nothing"
+        advice = " A rank that has no values passes np.zeros(0)." if "NoneType" in names else ""
         raise TypeError(
             f"{call}: argument {argnum!r} holds {kinds}, but only floating-point numbers and arrays have derivatives. "
-            "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128; on ranks that "
-            "have no values, np.zeros(0)."
+            f"Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128.{advice}"
         )
     if len(places) < len(leaves):
         refuse_objects(chosen, f"argument {argnum!r}", call)

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "assigned": (assigned, TypeError, "item assignment", NEW_ARRAY),
     "filled": (filled, ValueError, "array element with a sequence", NEW_ARRAY),
     "added in place": (added_in_place, TypeError, "add", r"write a = a \+ x instead of a \+= x"),
-    "added at": (added_at, TypeError, "add", r"same index.*mpiad\.segment_sum"),
+    "added at": (added_at, TypeError, "add", r"mpiad\.segment_sum"),
     "added at, by autograd": (added_by_autograd, AttributeError, "no attribute 'at'", r"mpiad\.segment_sum"),
     "assigned by indices": (assigned_by_indices, TypeError, "only integer scalar arrays", NEW_ARRAY),
     "converted": (lambda x: np.sum(np.asarray(x, float)), ValueError, "array element with a sequence", NEW_ARRAY),
