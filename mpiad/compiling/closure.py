@@ -674,7 +674,8 @@ class _WatchReader(FunctionReader):
             raise HoldsTraced
         if type(value).__module__.startswith("scipy."):
             self.read(value)
-        super().read_held(value)
+        else:
+            super().read_held(value)
 
     def library_object(self, value: object) -> None:
         if not type(value).__module__.startswith(("mpiad", "mpi4py", "autograd")):

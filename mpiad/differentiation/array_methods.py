@@ -53,6 +53,7 @@ def _transposed(x: Array, *axes: Any) -> Array:
     return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None)
 
 
+# As a function of autograd, unlike `getval`, it raises an error for an array that is stale.
 @primitive
 def _converted(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
@@ -72,8 +73,8 @@ def _astype(x: Array, dtype: Any, *args: Any, **kwargs: Any) -> Array:
 _METHODS: dict[str, Callable[..., Any]] = {
     "__iter__": lambda x: (x[i] for i in range(len(x))),  # TypeError for a scalar
     "__pos__": anp.positive,
-    "astype": _astype,
     "__round__": lambda x, *digits: round(getval(x), *digits),
+    "astype": _astype,
     "compress": lambda x, condition, axis=None: anp.take(x, np.flatnonzero(condition), axis),
     "conj": anp.conj,
     "conjugate": anp.conj,

@@ -46,6 +46,7 @@ class PackedLeaf(NamedTuple):
     varies: bool  # whether it differs between trajectories
     first: int  # the index of its first scalar among the parameters; the others follow in C order
     complex: bool = False  # whether its numbers are complex, represented by two scalars each
+    discrete: str = ""  # the dtype of rows of booleans, or of integers whose sums and products wrap around
 
     @property
     def scalars(self) -> range:
@@ -113,7 +114,8 @@ def packing_of(p: Parameters) -> ParameterPacking:
         if varies or is_variable(leaf):
             shape = getattr(leaf, "shape", ())
             shape, in_pairs = shape[:-1] if varies else shape, is_complex(leaf)
-            parts.append(PackedLeaf(place, shape, varies, first, in_pairs))
+            is_discrete = varies and leaf.dtype.kind in "biu" and leaf.dtype != np.int64
+            parts.append(PackedLeaf(place, shape, varies, first, in_pairs, str(leaf.dtype) if is_discrete else ""))
             first += math.prod(shape) * (2 if in_pairs else 1)
     return ParameterPacking(tuple(parts))
 
@@ -127,7 +129,6 @@ def names_of(packing: ParameterPacking) -> tuple[str, ...]:
 # A function of u, p and t, with one column per trajectory.
 Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
-_WRAPPING = frozenset(map(np.dtype, ("i1", "i2", "i4", "u1", "u2", "u4", "u8")))
 _COLUMNS = 5  # number of trajectories in the comparison of a program with f
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
 _TOLERANCE = 1e4
@@ -190,13 +191,11 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     # If states are matrices, f is called for one trajectory at a time; otherwise for a batch with one column.
     column = () if len(shape) > 1 else (1,)
     for part in packing.parts:
-        if part.varies and p.leaves[part.place].dtype in _WRAPPING:
-            text = (
-                f"p has rows of {p.leaves[part.place].dtype}, in which NumPy's sums and products wrap around: pass float64"
-            )
+        if part.discrete not in ("", "bool"):
+            text = f"p has rows of {part.discrete}, in which NumPy's sums and products wrap around: pass float64"
             raise Untraceable(text, place_of(f))
         symbol_shape = (*part.shape, *column) if part.varies else part.shape
-        is_boolean = part.varies and p.leaves[part.place].dtype == bool
+        is_boolean = part.discrete == "bool"
         leaves[part.place] = recorder.input("parameter", part.scalars, symbol_shape, part.complex, is_boolean)
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:

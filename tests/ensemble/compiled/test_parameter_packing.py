@@ -77,6 +77,24 @@ def test_rows_of_booleans_are_added_as_booleans(way):
     np.testing.assert_allclose(mpiad.jvp(ends, k, np.ones(7))[1], np.exp(k), rtol=1e-7)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_trace_for_rows_of_numbers_is_not_that_for_booleans(compiled):
+    problem = ODEProblem(lambda u, p, t: [(p["on"][0] + p["on"][1]) * p["k"] * u[0]], [1.0], (0.0, 1.0), None)
+    k, ways = np.linspace(0.3, 0.9, 7), {"rtol": 1e-9, "atol": 1e-12, "compile": compiled}
+    counts = SWITCHES.sum(axis=1)
+
+    def ends(k, rows):
+        return solve(EnsembleProblem(problem, p={"on": rows, "k": k}), **ways).u_end[:, 0]
+
+    for rows, factor in 2 * [(SWITCHES * 1.0, counts), (SWITCHES, 1), (SWITCHES * 1, counts)]:
+        np.testing.assert_allclose(ends(k, rows), np.exp(factor * k), rtol=1e-7)
+        gradient = mpiad.grad(lambda k, rows=rows: anp.sum(ends(k, rows)))(k)
+        np.testing.assert_allclose(gradient, factor * np.exp(factor * k), rtol=1e-7)
+    if compiled:
+        with pytest.raises(TypeError, match="p has rows of int8, in which"):
+            ends(k, SWITCHES.astype(np.int8))
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.uint8, np.uint64])
 def test_rows_of_integers_that_wrap_around_are_not_compiled(dtype):
     low = np.array([[3], [4], [200 if dtype == np.uint8 else 100]]).astype(dtype)
