@@ -199,7 +199,8 @@ def _compared(problem: ODEProblem | EnsembleProblem, events: Sequence[Any]) -> d
     parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan of the problem": ode.tspan, "p of the problem": ode.p}
     if ode is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p", "tspan")}
-    parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
+    if events:
+        parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
     return parts
 
 
@@ -213,22 +214,29 @@ def digest_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ())
     return fingerprint(*_comparable(_compared(problem, events).values()))
 
 
+# These leaves are the most frequent ones: the numbers are compared as texts.
+_NUMBERS = frozenset({float, int, type(None)})
+_SINGLE_LEAVES = _NUMBERS | {np.ndarray, FunctionType}
+
+
 def _comparable(parts: Iterable[object]) -> list[object]:
     """Return a list of texts and numbers, and arrays, that represent the leaves of arguments."""
     texts: list[object] = []
     arrays: list[object] = []
-    for leaf in (getval(leaf) for part in parts for leaf in flatten(part)[0]):
-        if type(leaf) in (float, int, type(None)):
-            texts.append(leaf)
-        elif callable(leaf):
-            texts.append(text_of(leaf))
-        elif is_device_array(leaf):
-            texts += leaf.shape, str(leaf.dtype)
-        else:
-            array = np.asarray(leaf)
-            texts += array.shape, array.dtype.str
-            if array.dtype.kind in "biufc":
-                arrays.append(abridged(array))
+    for part in parts:
+        for leaf in (part,) if type(part) in _SINGLE_LEAVES else flatten(part)[0]:
+            value: Any = leaf if type(leaf) in _SINGLE_LEAVES else getval(leaf)
+            if type(value) in _NUMBERS:
+                texts.append(value)
+            elif type(value) is not np.ndarray and callable(value):
+                texts.append(text_of(value))
+            elif is_device_array(value):
+                texts += value.shape, str(value.dtype)
+            else:
+                array = np.asarray(value)
+                texts += array.shape, array.dtype.str
+                if array.dtype.kind in "biufc":
+                    arrays.append(abridged(array))
     return [texts, *arrays]
 
 

@@ -54,6 +54,27 @@ class _Header(NamedTuple):
     has_texts: int = 0  # whether there are warnings, or texts about failures
 
 
+_HEADER = np.dtype([(name, np.int64) for name in _Header._fields])
+
+
+class _Headers(NamedTuple):
+    """The headers of all ranks."""
+
+    rows: np.ndarray  # one `_Header` per rank
+    combined: _Header  # the numbers of all ranks combined by a bitwise or: zero if they are zero on all ranks
+    differing: _Header  # for each number whether it isn't the same on all ranks
+
+    @property
+    def ends(self) -> bool:
+        """Whether all ranks save only initial and final states."""
+        return bool(self.combined.ends and not self.differing.ends)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of trajectories per rank."""
+        return self.rows["count"].tolist()
+
+
 _EVENTS = np.dtype([("ids", int), ("events", int), ("times", float)])
 
 
@@ -61,7 +82,7 @@ _EVENTS = np.dtype([("ids", int), ("events", int), ("times", float)])
 class RankOutcomes:
     """The outcomes of the trajectories of all ranks: the same on all ranks."""
 
-    headers: list[_Header]
+    headers: _Headers
     # Shape (N,): the return code, the numbers of accepted and rejected steps, and the final time; the number of calls of f
     # if events occurred, after which f is called again; if requested, untraced and on the host, `u_end` and saved states.
     records: np.ndarray
@@ -70,20 +91,6 @@ class RankOutcomes:
     warnings: list[str]  # of all ranks
     not_finite: dict[int, str]
     calls: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
-
-    def any(self, name: str) -> bool:
-        """Return whether a number of the headers isn't zero on any rank."""
-        return any(getattr(header, name) for header in self.headers)
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of trajectories per rank."""
-        return [header.count for header in self.headers]
-
-    @property
-    def ends(self) -> bool:
-        """Whether only initial and final states are saved."""
-        return all(header.ends for header in self.headers)
 
     @property
     def codes(self) -> Array:
@@ -108,7 +115,7 @@ class RankOutcomes:
     @property
     def nf(self) -> Array:
         """Numbers of calls of f, shape (N,)."""
-        return self.records["nf"].copy() if self.any("event_rows") else self.calls(self.naccept, self.nreject)
+        return self.records["nf"].copy() if self.headers.combined.event_rows else self.calls(self.naccept, self.nreject)
 
     @property
     def survivors(self) -> Array:
@@ -144,29 +151,31 @@ def outcomes_of_all(
             header = _header_of(share, report)  # some results are computed now
         except FAILURES as error:
             share = error
-    every = np.empty((channel.size, len(header)), np.int64)
-    channel.data.Allgather(np.array(header, np.int64), every)
-    headers = [_Header(*row) for row in every.tolist()]
-    if isinstance(share, BaseException) or any(other.failed for other in headers):
+    rows = np.empty((channel.size, len(header)), np.int64)
+    channel.data.Allgather(np.array(header, np.int64), rows)
+    combined, differing = (_Header(*np.bitwise_or.reduce(bits).tolist()) for bits in (rows, rows ^ rows[0]))
+    if isinstance(share, BaseException) or combined.failed:
         raise_first(channel, share if isinstance(share, BaseException) else None)
-    if any(other.kind != header.kind for other in headers):
+    headers = _Headers(rows.view(_HEADER)[:, 0], combined, differing)
+    if differing.kind:
         check_alike(channel.data.allgather((share.u_end.shape[1:], share.u_end.dtype)), "ranks")
-    rank = next((rank for rank, other in enumerate(headers) if other.digest != headers[0].digest), 0)
-    if rank:
+    if differing.digest:
+        rank = int(np.argmax(headers.rows["digest"] != headers.rows["digest"][0]))
         digests = channel.data.allgather({name: fingerprint(*parts) for name, parts in compared().items()})
         names = [name for name, digest in digests[rank].items() if digest != digests[0].get(name)]
         text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
         advice = "Draw random numbers with one seed, or broadcast them."
         raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
     warnings, not_finite = [""] * channel.size, {}
-    if any(other.has_texts for other in headers):
+    if combined.has_texts:
         texts = channel.data.allgather((report.warnings, report.not_finite))
         warnings, not_finite = [text for text, _ in texts], {k: text for _, one in texts for k, text in one.items()}
     records, events = _records(channel, share, headers, states), NO_EVENTS
-    if states and any(other.event_rows for other in headers):
+    if states and combined.event_rows:
         events = _events(channel, share, headers)
-    t = _times(channel, share, headers) if times is None else times
-    return share, RankOutcomes(headers, records, t, events, warnings, not_finite, calls)
+    if times is None:
+        times = share.t if header.times and not differing.times else _times(channel, share, headers)
+    return share, RankOutcomes(headers, records, times, events, warnings, not_finite, calls)
 
 
 def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
@@ -191,21 +200,21 @@ def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:
 _kind_of = lru_cache(64)(fingerprint)
 
 
-def _records(channel: Channel, share: EnsembleSolution, headers: list[_Header], states: tuple[str, ...]) -> np.ndarray:
+def _records(channel: Channel, share: EnsembleSolution, headers: _Headers, states: tuple[str, ...]) -> np.ndarray:
     """Return the records of all trajectories; collective."""
-    shape, steps = share.u_end.shape[1:], np.min_scalar_type(max(header.tries for header in headers))
+    combined = headers.combined
+    shape, steps = share.u_end.shape[1:], np.min_scalar_type(combined.tries)  # has as many bits as the maximum
     fields: list[Any] = [("t_reached", float)]
     # Traced states, and those on devices, are gathered by operations that have derivatives, or copy between devices.
-    if not any(header.traced or header.on_device for header in headers):
-        width = max(header.width for header in headers)
-        shapes = {"u_end": shape, "u": (width, *shape)}
-        ends = all(header.ends for header in headers)  # then the saved states are known without a message
+    if not (combined.traced or combined.on_device):
+        width = int(headers.rows["width"].max()) if headers.differing.width else combined.width
+        shapes, ends = {"u_end": shape, "u": (width, *shape)}, headers.ends  # then no message with saved states is needed
         fields += [(name, share.u_end.dtype, shapes[name]) for name in states if name == "u_end" or not ends]
-    if any(header.event_rows for header in headers):
+    if combined.event_rows:
         fields.append(("nf", np.int64))
     fields += [("naccept", steps), ("nreject", steps), ("code", np.int8)]
     values = {name: getval(getattr(share, "codes" if name == "code" else name)) for name, *_ in fields}
-    return _gathered(channel, _layout(tuple(fields)), [header.count for header in headers], values)
+    return _gathered(channel, _layout(tuple(fields)), headers.counts, values)
 
 
 @lru_cache(64)
@@ -213,12 +222,12 @@ def _layout(fields: tuple[Any, ...]) -> np.dtype:
     return np.dtype(list(fields), align=True)
 
 
-def _events(channel: Channel, share: EnsembleSolution, headers: list[_Header]) -> EventRows:
+def _events(channel: Channel, share: EnsembleSolution, headers: _Headers) -> EventRows:
     """Return the events of all trajectories, with untraced times; collective."""
     ids, events, times = share._event_rows
-    first = sum(header.count for header in headers[: channel.rank])
+    first = sum(headers.counts[: channel.rank])
     values = {"ids": ids + first, "events": events, "times": getval(times)}
-    rows = _gathered(channel, _EVENTS, [header.event_rows for header in headers], values)
+    rows = _gathered(channel, _EVENTS, headers.rows["event_rows"].tolist(), values)
     return EventRows(*(rows[name] for name in _EVENTS.names or ()))
 
 
@@ -236,10 +245,8 @@ def _gathered(channel: Channel, kind: np.dtype, counts: list[int], values: dict[
     return records
 
 
-def _times(channel: Channel, share: EnsembleSolution, headers: list[_Header]) -> Array:
-    if headers[0].times and all(other.times == headers[0].times for other in headers):
-        return share.t
+def _times(channel: Channel, share: EnsembleSolution, headers: _Headers) -> Array:
     # The times of ranks without trajectories are ignored.
-    times = [(t, other.count) for t, other in zip(channel.data.allgather(share.t), headers)]
+    times = list(zip(channel.data.allgather(share.t), headers.counts))
     busy = [pair for pair in times if pair[1]] or times[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

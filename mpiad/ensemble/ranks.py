@@ -45,20 +45,20 @@ def gathered(
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
     # `start` returns all initial states, shape (d, N).
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
+    headers, events = outcomes.headers, outcomes.events
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share, "u_end", outcomes)}
-    events = outcomes.events
-    if len(events.ids) and outcomes.any("timed"):
-        counts = [header.event_rows for header in outcomes.headers]
+    if len(events.ids) and headers.combined.timed:
+        counts = headers.rows["event_rows"].tolist()
         events = events._replace(times=gather_pieces(share._event_rows.times, 0, counts, channel))
-    fields |= {"_event_rows": events, "converged": outcomes.any("converged")}
+    fields |= {"_event_rows": events, "converged": bool(headers.combined.converged)}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
-    if outcomes.any("timed"):
-        sol.t_reached = gather_pieces(share.t_reached, 0, outcomes.counts, channel)
+    if headers.combined.timed:
+        sol.t_reached = gather_pieces(share.t_reached, 0, headers.counts, channel)
     if u is not None:
         sol.u = u
         return sol
-    if not outcomes.ends or share._start is None:
+    if not headers.ends or share._start is None:
         sol.u = _collected(channel, share, "u", outcomes)
         return sol
     # u0 is computed now, since a program may change the problem's arrays before it reads sol.u.
@@ -77,7 +77,7 @@ def _collected(channel: Channel, share: EnsembleSolution, name: str, outcomes: R
 def _pieces(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int) -> Array:
     if is_device_array(getval(x)):
         return mpi_allgather(x, axis=axis, comm=channel.user)
-    return gather_pieces(x, axis, outcomes.counts, channel)
+    return gather_pieces(x, axis, outcomes.headers.counts, channel)
 
 
 class _Placeholder:
@@ -164,7 +164,7 @@ def sharded(
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not has_outputs:
         # Statistics require the same number of saved times on all ranks.
-        if not outcomes.ends:
+        if not outcomes.headers.ends:
             sol.u = widened(share.u, outcomes.t.shape[-1])
         sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
     return sol
@@ -242,7 +242,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         entry = lane if compiled else _ENTRY
         iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
-        if (entry, iteration) != (self._entry, self._iteration) or not np.array_equal(tries, self._tries):
+        if (entry, iteration) != (self._entry, self._iteration) or tries.tobytes() != self._tries.tobytes():
             self._tries, self._entry, self._iteration, self._bounds = tries, entry, iteration, None
 
 

@@ -252,7 +252,7 @@ def _over_ranks(
         share, digest = error, 0
     report = RankReport(bool(compiler.kernels), compiler.warnings, digest, compiler.not_finite)
     calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
-    times = np.array(options.saveat, float) if np.ndim(options.saveat) == 2 else None
+    times = None if options.saveat is None or options.saveat.ndim < 2 else np.array(options.saveat, float)
     compared = partial(compared_parts, problem, options.events)
     has_outputs = problem.output_func is not None or problem.reduction is not None
     states = () if not mpi.gather else ("u_end",) if has_outputs else ("u_end", "u")
@@ -261,7 +261,8 @@ def _over_ranks(
     compiler.log_warnings(outcomes.warnings, channel.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
     components, tries = prod(share.u_end.shape[1:]), outcomes.naccept + outcomes.nreject
-    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    on_any = outcomes.headers.combined
+    mpi.remember(tries, components, bool(on_any.compiled), bool(on_any.traced))
     compiler.record(tries)
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)

@@ -131,7 +131,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.
-    rtol = np.maximum(options.rtol, _LEAST_RTOL) if np.ndim(options.rtol) else max(options.rtol, _LEAST_RTOL)
+    is_number = type(options.rtol) is float or not np.ndim(options.rtol)  # `ndim` makes an array of a number
+    rtol = max(options.rtol, _LEAST_RTOL) if is_number else np.maximum(options.rtol, _LEAST_RTOL)
     return options._replace(trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
 
