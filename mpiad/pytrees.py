@@ -23,7 +23,6 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Shape, Tree
-from mpiad.compiling.closure import FunctionReader
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 __all__ = ["register"]  # the other names are internal
@@ -85,7 +84,6 @@ def register(cls: type[T]) -> type[T]:
             "above @dataclass."
         )
     FIELDS[cls] = tuple(fields)
-    FunctionReader.containers.add(cls)
     _CLASSES[_class_name(cls)] = cls
     return cls
 

@@ -2,9 +2,10 @@
 
 These are the function's defaults, the global variables and variables of enclosing functions that its bytecode names, and
 recursively the objects that the functions among them read. The reader follows only those attributes of the user's modules,
-classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed to be constant. A
-function can't be followed if it reads anything else, for example properties, iterators, random numbers, or an object of a
-user's class that it passes to another function.
+objects that the code names, such as `rate` in `settings.rate`, and all members of a class, since the function may create
+objects of it. Some libraries are assumed to be constant. A function can't be followed if it reads anything else, such as an
+iterator, random numbers, or, of an object that it hasn't created, a property or the object itself as another function's
+argument.
 
 Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` records
 conditions under which the objects are unchanged. A `Watch` checks them at each call of a compiled function, whose program
@@ -18,7 +19,8 @@ from __future__ import annotations
 import builtins
 import dis
 import re
-from collections import deque
+from abc import ABCMeta
+from collections import deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
@@ -27,6 +29,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
@@ -35,7 +38,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -59,6 +62,15 @@ _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescript
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, *_FUNCTIONS_IN_C)
 _STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, SimpleNamespace, *_VALUES)}
 MISSING, _UNFOLLOWED = object(), object()
+# Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
+_OF_CLASSES = frozenset(
+    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__ __repr__
+    __annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ __slots__ __firstlineno__
+    __static_attributes__ __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__""".split()
+)
+_OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defaults __getnewargs__ __replace__".split())
+_METACLASSES = (type, ABCMeta)
+_DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
 
 
 class Unknown(Exception):
@@ -68,8 +80,7 @@ class Unknown(Exception):
 class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
-    constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections"})
-    containers: ClassVar[set[type]] = set()  # classes of which a function may create objects, besides named tuples
+    constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections", "dataclasses"})
 
     def __init__(self) -> None:
         self.reading = ""  # the expression in the user's code that is being read
@@ -223,16 +234,36 @@ class FunctionReader:
         self.constant(value)
 
     def _class(self, value: type) -> None:
+        """Record a class of which a function may create objects: all members, since any of them may be read."""
         self.constant(value)
         if self.is_constant(value) or issubclass(value, BaseException):
             return
-        if value not in self.containers and not (issubclass(value, tuple) and hasattr(value, "_fields")):
-            raise Unknown(f"class {value.__name__}")
+        if type(value) not in _METACLASSES:
+            raise Unknown(f"class {value.__name__}, which has a metaclass")
         for base in value.__mro__:
+            if self.is_constant(base) or base.__module__ in ("abc", "typing") or base is SimpleNamespace:
+                continue
+            self.container(vars(base), parts_of(vars(base)))
+            generated = _OF_CLASSES | _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else _OF_CLASSES
             for name, member in vars(base).items():
-                member = getattr(member, "fget", getattr(member, "__func__", member))
-                if isinstance(member, FunctionType) and member.__module__ == base.__module__ and name != "__repr__":
-                    self.read(member)
+                if name not in generated:
+                    self.read(name)
+                    self._member(member)
+
+    def _member(self, value: Any) -> None:
+        if isinstance(value, property):
+            for fun in filter(None, (value.fget, value.fset)):
+                self.method(fun)
+        elif isinstance(value, (staticmethod, classmethod, FunctionType)):
+            self.method(getattr(value, "__func__", value))
+        elif isinstance(value, cached_property):
+            self.method(value.func)
+        elif not isinstance(value, _DESCRIPTORS):
+            self.read(value)
+
+    def method(self, value: Any) -> None:
+        """Record a function that a class defines."""
+        self.read(value)
 
     def _builtin(self, value: BuiltinFunctionType) -> None:
         owner = value.__self__
@@ -259,7 +290,7 @@ class FunctionReader:
             return getattr(value, name, None) if is_module else _UNFOLLOWED
         if kind is ModuleType:
             own, bases = value.__dict__, ()
-        elif kind is type:
+        elif kind in _METACLASSES:
             own, bases = {}, value.__mro__
         elif kind.__getattribute__ in _STANDARD_LOOKUPS:
             self.kind(value)
@@ -274,7 +305,9 @@ class FunctionReader:
         method = self._wrapped(common) or common
         if isinstance(common, staticmethod):
             common = common.__func__
-        elif isinstance(method, FunctionType) and type(value) is not type:
+        elif isinstance(common, classmethod):
+            common = MethodType(common.__func__, value if isinstance(value, type) else type(value))
+        elif isinstance(method, FunctionType) and not isinstance(value, type):
             common = MethodType(method, value)
         elif hasattr(type(common), "__get__") or (common is MISSING and name not in own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
@@ -704,6 +737,7 @@ class _Survey(_WatchReader):
         super().__init__()
         self._kind, self.reads, self.effect = kind, False, ""
         self.communicates = False  # whether it reads objects of mpiad or mpi4py, or unknown ones
+        self._methods: set[Any] = set()  # of classes that are named in the code
 
     def read(self, value: Any) -> None:
         if isinstance(value, self._kind):
@@ -730,9 +764,18 @@ class _Survey(_WatchReader):
         return super()._wrapped(value)
 
     def function(self, value: FunctionType) -> None:
-        operations = {each.opname for each in dis.get_instructions(value.__code__)}
-        if operations & _CHANGING or _assigns_outside(value.__code__):
+        # The methods of a class assign attributes of an object that the code has created.
+        if _changes(value.__code__, value in self._methods) or _assigns_outside(value.__code__):
             self.effect = f"assigns variables or attributes in {value.__qualname__}"
+
+    def method(self, value: Any) -> None:
+        self._methods.add(value)
+        super().method(value)
+
+    def read_first_argument(self, fun: FunctionType, value: Any) -> None:
+        self._methods.discard(fun)
+        self.function(fun)
+        super().read_first_argument(fun, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
         if name == "print":
@@ -742,6 +785,19 @@ class _Survey(_WatchReader):
         if isinstance(value, (list, dict, set, deque)) and name not in _READING:
             self.effect = f"changes an object by the method {name}"
         return super().attribute(value, name)
+
+
+@lru_cache(1024)
+def _changes(code: CodeType, is_method: bool) -> bool:
+    """Return whether code assigns global variables, or attributes; in a method those of its first argument don't count."""
+    before: object = None
+    for instruction in dis.get_instructions(code):
+        is_own = is_method and instruction.opname.endswith("_ATTR") and before in code.co_varnames[:1]
+        if instruction.opname in _CHANGING and not is_own:
+            return True
+        before = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
+        before = before[-1] if isinstance(before, tuple) else before  # since Python 3.13 one instruction for two names
+    return False
 
 
 def _is_communicator(value: object) -> bool:

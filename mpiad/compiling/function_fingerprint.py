@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -130,7 +130,7 @@ class _ValueReader(FunctionReader):
         self.entries.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
 
     def container(self, value: Any, parts: list[Any]) -> None:
-        if type(value) not in (list, tuple, dict, partial) and not hasattr(value, "_fields"):
+        if type(value) not in (list, tuple, dict, partial, MappingProxyType) and not hasattr(value, "_fields"):
             raise Unknown
         self.entries.append((type(value), len(parts)))
 

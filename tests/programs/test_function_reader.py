@@ -191,7 +191,7 @@ KINDS = [
     (derivative, SEEN, SEEN), (shadowed_function, SEEN, SEEN), (polynomial, SEEN, SEEN), (vectorized, REFUSED, SEEN),
     (masked, REFUSED, SEEN), (array_of_structures_with_objects, REFUSED, REFUSED), (set_of_numbers, REFUSED, SEEN),
     (one_of_many_numbers, SEEN, SEEN),
-    (double_ended_queue, REFUSED, SEEN), (view_of_a_dict, REFUSED, SEEN), (values_of_a_dict, REFUSED, REFUSED),
+    (double_ended_queue, REFUSED, SEEN), (view_of_a_dict, SEEN, SEEN), (values_of_a_dict, REFUSED, REFUSED),
     (bytes_that_change, REFUSED, REFUSED), (random_numbers, REFUSED, REFUSED),
     (attributes_by_a_function, REFUSED, REFUSED),
 ]  # fmt: skip
