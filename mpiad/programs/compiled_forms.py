@@ -1,10 +1,11 @@
 """Compiled forms of functions that aren't jitted themselves, but call jitted functions: steps of loops, for example.
 
-The compiled form of a function is that of ``jit``, with two differences, since such functions are often lambdas that are
+The compiled form of a function is that of ``jit``, with three differences, since such functions are often lambdas that are
 created again for each loop. First, functions have the same form if they have the same code, and the variables of enclosing
 functions that they read have the same values. Arrays and floats among these values may differ: from the second value on,
 they are arguments of the compiled function. Secondly, a function has no compiled form if its code changes objects that it
-reads, or prints: a compiled function would do so only while it is traced.
+reads, or prints: a compiled function would do so only while it is traced. Thirdly, the number of its operations is limited,
+since calls of jitted functions become parts of it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _log = logging.getLogger("mpiad")
 _boxes = Box.types
 # The maximum numbers of forms that are kept, and of forms of the same code whose closures have other objects.
 _MOST_FORMS, _MOST_OF_ONE_CODE = 64, 8
+# The maximum number of operations of a function that isn't jitted: compiling one may take 10 to 40 ms.
+_MOST_OPERATIONS = 1000
 
 
 class Form(NamedTuple):
@@ -58,6 +61,7 @@ class _Template(NamedTuple):
     read: list[Any]  # the other objects that `fun` reads; the references keep their ids from being used again
     arguments: list[str]  # the names of the variables that are arguments
     jitted: Jitted
+    most_operations: int | None
 
     def with_arguments(self, names: list[str]) -> _Template:
         """Return the form in which the variables with these names are arguments, too."""
@@ -69,6 +73,7 @@ class _Template(NamedTuple):
 
         jitted = Jitted(functools.wraps(fun)(called) if names else fun)
         jitted.rename(f"{self.fun.__name__} at {place_of(self.fun)}")
+        jitted.limit(self.most_operations)
         return self._replace(numbers={**self.numbers, **dict.fromkeys(names)}, arguments=names, jitted=jitted)
 
 
@@ -81,8 +86,9 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
     """Return the compiled form of a function, None if it hasn't one; `calls_jitted`: whether it must call a jitted one."""
     if isinstance(fun, Jitted):
         return Form(fun)
+    most: int | None = _MOST_OPERATIONS
     if type(fun) is functools.partial and isinstance(fun.func, Jitted) and len(fun.args) == 1 and not fun.keywords:
-        fun, calls_jitted = MethodType(fun.func.fun, fun.args[0]), False  # a jitted method
+        fun, calls_jitted, most = MethodType(fun.func.fun, fun.args[0]), False, None  # a jitted method
     plain = getattr(fun, "__func__", fun)
     if type(plain) is not FunctionType:
         return None
@@ -101,7 +107,8 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
             is_compiled = _is_compiled(copy, plain.__code__, calls_jitted)
         except HoldsTraced:
             return None
-        template = _Template(copy, numbers, read, [], Jitted(copy)).with_arguments(traced) if is_compiled else None
+        if is_compiled:
+            template = _Template(copy, numbers, read, [], Jitted(copy), most).with_arguments(traced)
     if template is not None:
         changed = [name for name, value in numbers.items() if not _is_same(value, template.numbers[name])]
         template = template if set(changed) <= set(template.arguments) else template.with_arguments(changed)

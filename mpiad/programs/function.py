@@ -248,6 +248,10 @@ class Jitted(Generic[P, R]):
         """Set the name that messages show."""
         self.__name__ = self._cache.name = name
 
+    def limit(self, operations: int | None) -> None:
+        """Interpret calls whose programs would have more operations; None for no limit."""
+        self._cache.most_operations = operations
+
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
 

@@ -243,6 +243,7 @@ class ProgramCache:
         self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
         self.warned = False
+        self.most_operations: int | None = None  # of programs; None for no limit
         self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
@@ -276,7 +277,7 @@ class ProgramCache:
 
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
         """Trace and compile a program, and store it; `notes`: those of a run."""
-        entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes), watch, traced)
+        entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes, self.most_operations), watch, traced)
         return entry
 
     def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
@@ -292,7 +293,7 @@ class ProgramCache:
         watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None
-        recorder = Recorder(self.exact)
+        recorder = Recorder(self.exact, most=self.most_operations)
         with raising_failures(recorder, watch):
             made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
         self.programs[key] = watch, made

@@ -126,8 +126,9 @@ class Recorder:
 
     ended, is_abstract = False, True  # see `ProgramRecorder`
 
-    def __init__(self, exact: bool = False, notes: Iterable[Note] | None = None) -> None:
+    def __init__(self, exact: bool = False, notes: Iterable[Note] | None = None, most: int | None = None) -> None:
         self.exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
+        self._most = most  # the largest number of steps of the first part; None for no limit
         self._notes = None if notes is None else iter(notes)
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
@@ -481,6 +482,10 @@ class Recorder:
     def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule(), self.combined))
+        if self._most is not None and not self.part and len(self.steps) > self._most:
+            advice = "Write jit(step) to compile it nevertheless, or a loop in it over equal parts as a scan"
+            text = f"has more than {self._most:,} operations, whose compilation would take long. {advice}"
+            self.refuse(f"with its calls of jitted functions, it {text}")
 
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""

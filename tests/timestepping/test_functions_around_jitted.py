@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
+from mpiad.programs import compiled_forms
 from mpiad.timestepping import scan
 from mpiad.timestepping.scan import Loop
 from mpiad.timestepping.stepping import UserStepping
@@ -326,6 +327,38 @@ def test_a_plain_step_stays_interpreted_and_the_advice_is_given_once(caplog):
     (record,) = caplog.records
     assert "mpiad.jit" in record.getMessage()
     assert f"test_functions_around_jitted.py:{step.__code__.co_firstlineno}" in record.getMessage()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpoints", [None, 3])
+def test_a_step_with_many_calls_of_jitted_functions_is_not_compiled_by_itself(caplog, monkeypatch, checkpoints, compiled):
+    """Unless the user compiles it: they would all become parts of one program."""
+    monkeypatch.setattr(compiled_forms, "_MOST_OPERATIONS", 20)
+    pull = mpiad.jit(lambda u, a: u + 0.01 * anp.sin(a * u), strict=True)
+
+    def pulled(u, k, a):
+        for j in range(12):
+            u = pull(u, a * (j + 1))
+        return DOMAIN.exchange(u)[2:] * 0.5 + 0.5 * u
+
+    def loss(a):
+        return DOMAIN.sum(scan(mpiad.jit(pulled) if compiled else pulled, start, 7, a, checkpoints=checkpoints) ** 2)
+
+    def whole(a):
+        u = np.linspace(-1.0, 1.0, CELLS)
+        for _ in range(7):
+            for j in range(12):
+                u = u + 0.01 * np.sin(a * (j + 1) * u)
+            u = np.roll(u, -1) * 0.5 + 0.5 * u
+        return np.sum(u**2)
+
+    start = np.linspace(-1.0, 1.0, CELLS)[DOMAIN.owned]
+    value, gradient = mpiad.value_and_grad(loss, shared=True)(0.01)
+    assert value == pytest.approx(whole(0.01), rel=1e-12)
+    assert gradient == pytest.approx(whole(0.01 + 1e-30j).imag / 1e-30, rel=1e-11)
+    warnings = [record.getMessage() for record in caplog.records if "more than 20 operations" in record.getMessage()]
+    # Ranks 0, 1, 2 and the last one warn.
+    assert len(warnings) == (0 if compiled else 1) and all("pulled at " in text for text in warnings)
 
 
 @pytest.mark.serial
