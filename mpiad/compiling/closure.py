@@ -23,6 +23,7 @@ from abc import ABCMeta
 from collections import deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
@@ -69,7 +70,7 @@ _OF_CLASSES = frozenset(
     __static_attributes__ __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__""".split()
 )
 _OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defaults __getnewargs__ __replace__".split())
-_METACLASSES = (type, ABCMeta)
+_METACLASSES, EnumType = (type, ABCMeta), type(Enum)
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
 
 
@@ -172,6 +173,8 @@ class FunctionReader:
         wrapped = self._wrapped(value)
         if wrapped is not None:
             self.read(wrapped)
+        elif isinstance(value, Enum):
+            self.constant(value)
         elif hasattr(type(value), "__next__"):
             raise Unknown(f"an iterator, {type(value).__name__}")
         elif not self.is_constant(value) or type(value).__module__ == "builtins" and type(value) is not object:
@@ -238,6 +241,9 @@ class FunctionReader:
         self.constant(value)
         if self.is_constant(value) or issubclass(value, BaseException):
             return
+        if isinstance(value, EnumType):
+            self._enumeration(value)
+            return
         if type(value) not in _METACLASSES:
             raise Unknown(f"class {value.__name__}, which has a metaclass")
         for base in value.__mro__:
@@ -249,6 +255,14 @@ class FunctionReader:
                 if name not in generated:
                     self.read(name)
                     self._member(member)
+
+    def _enumeration(self, value: type) -> None:
+        """Record the functions of an `Enum`; its members can't be assigned."""
+        self.container(vars(value), parts_of(vars(value)))
+        for base in value.__mro__:
+            for member in vars(base).values():
+                if isinstance(member, FunctionType) and member.__module__ == base.__module__ != "enum":
+                    self.method(member)
 
     def _member(self, value: Any) -> None:
         if isinstance(value, property):
@@ -288,6 +302,13 @@ class FunctionReader:
         if self.is_constant(value):
             _require_repeatable(name)
             return getattr(value, name, None) if is_module else _UNFOLLOWED
+        if (
+            isinstance(value, EnumType)
+            and name in value.__members__
+            or isinstance(value, Enum)
+            and name in ("name", "value")
+        ):
+            return getattr(value, name)
         if kind is ModuleType:
             own, bases = value.__dict__, ()
         elif kind in _METACLASSES:

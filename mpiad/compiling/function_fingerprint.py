@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeAlias
@@ -114,7 +115,9 @@ class _ValueReader(FunctionReader):
         kind = type(value)
         if kind is np.void or isinstance(value, type) and issubclass(value, BaseException) and not self.is_constant(value):
             raise Unknown
-        if isinstance(value, np.generic):
+        if isinstance(value, Enum):
+            self.entries.append((kind, value.name))
+        elif isinstance(value, np.generic):
             self.entries.append((kind, value.tobytes()))
         elif kind in (str, bytes, CodeType) or hasattr(value, "__name__"):
             self.entries.append(value)

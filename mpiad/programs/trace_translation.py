@@ -434,8 +434,9 @@ def _product(t: _Translation, x: Array, y: Array) -> Value:
 
 def _matrix_product(t: _Translation, x: Array, y: Array) -> Value:
     """Return `_product`; for an array of matrices and a matrix, one product of two matrices instead of one for each."""
-    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype and len(x.shape) > len(y.shape) == 2):
+    if not (isinstance(x, Value) and isinstance(y, Value) and t.dtype in PRECISIONS and len(x.shape) > len(y.shape) == 2):
         return _product(t, x, y)
+    x, y = t.array(x), t.array(y)  # a matrix may consist of integers
     rows, flat = math.prod(x.shape[:-1]), Step("call", np.matmul, (Slot(0), Slot(1)), {}, (), t.program.site)  # type: ignore[arg-type]
     numbers = x.reshape((rows, x.shape[-1])).number, y.number
     return t.value(t.program.add("call", numbers, (rows, y.shape[1]), t.dtype, flat))

@@ -109,6 +109,17 @@ class Disk(Shape, Generic[T]):
         return self.area() + other.area() if isinstance(other, Disk) else NotImplemented
 
 
+class Colour(enum.Enum):
+    RED = 2.0
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.value * FACTOR
+
+
+class Direction(enum.IntEnum):
+    EAST, NORTH = 1, 2
+
+
 def option(x: Any) -> Any:
     return Option(x).payoff() + Option.at_the_money(x).payoff() ** 2
 
@@ -170,6 +181,10 @@ CASES = {
     ],
     pair: [of_this_module("FACTOR", 3.0), set_to(Pair, "product", lambda self: self.a)],
     namespace: [of_this_module("FACTOR", 3.0)],
+    lambda x: Colour(2.0).scaled(x[Direction.NORTH] + x[[d - 1 for d in Direction]].sum()) + x: [
+        of_this_module("FACTOR", 3.0), set_to(Colour, "scaled", lambda self, x: x)
+    ],
+    lambda x: (x * Colour.RED.value if Colour.RED is Colour["RED"] else x) * FACTOR: [of_this_module("FACTOR", 3.0)],
     lambda x: Registered(x).value(): [set_to(Registered, "scale", 3.0), set_to(Registered, "value", lambda self: -self.u)],
 }  # fmt: skip
 CHANGES = [(fun, change) for fun, changes in CASES.items() for change in changes]
@@ -189,10 +204,6 @@ def test_values_and_derivatives_follow_the_class(fun: Callable, change: Callable
         change(monkeypatch)
     assert np.any(fun(X) != seen[0]), "the change doesn't show"
     np.testing.assert_allclose(jitted(X), fun(X), rtol=1e-13)
-
-
-class Colour(enum.Enum):
-    RED = 2.0
 
 
 class Tracked(type):
@@ -219,8 +230,7 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("fun", "named"),
-    [(lambda x: Made(x).x, "class Made, which has a metaclass"), (lambda x: x * Colour(2.0).value, "Colour"),
-     (lambda x: Drawn(x).x, "random")],
+    [(lambda x: Made(x).x, "class Made, which has a metaclass"), (lambda x: Drawn(x).x, "random")],
 )  # fmt: skip
 def test_other_classes_are_refused(fun: Callable, named: str) -> None:
     with pytest.raises(TypeError, match=named):

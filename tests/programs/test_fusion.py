@@ -246,3 +246,20 @@ def test_reverse_passes_in_another_order_than_their_forward_passes():
     pulls = [mpiad.make_vjp(jitted)(U * k)[0] for k in range(1, 4)]
     for k in (1, 0, 2, 1):
         np.testing.assert_allclose(pulls[k](g), expected[k], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, bool, np.float32, np.float64])
+def test_a_field_times_a_constant_matrix_of_any_numbers_is_a_product_of_matrices(kind):
+    velocities = np.array([[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]).astype(kind)
+    field = np.random.default_rng(2).standard_normal((4, 3, 2))
+
+    def loss(u):
+        return anp.sum(anp.dot(u, velocities) ** 2 + u @ velocities)
+
+    jitted = mpiad.jit(loss, strict=True)
+    product = np.sum([field[..., k, None] * velocities[k] for k in range(2)], axis=0)
+    gradient = np.sum((2.0 * product + 1.0)[..., None, :] * velocities.astype(float), axis=-1)
+    np.testing.assert_allclose([jitted(field) for _ in range(2)], np.sum(product**2 + product), rtol=1e-14)
+    np.testing.assert_allclose(mpiad.grad(jitted)(field), gradient, rtol=1e-13, atol=1e-14)
+    listing = str(jitted.program(field))
+    assert listing.count("= matmul(") == 2 and "dot(" not in listing
