@@ -302,13 +302,10 @@ class FunctionReader:
         if self.is_constant(value):
             _require_repeatable(name)
             return getattr(value, name, None) if is_module else _UNFOLLOWED
-        if (
-            isinstance(value, EnumType)
-            and name in value.__members__
-            or isinstance(value, Enum)
-            and name in ("name", "value")
-        ):
-            return getattr(value, name)
+        if issubclass(kind, (Enum, EnumType)):
+            if name in (("name", "value") if isinstance(value, Enum) else value.__members__):
+                return getattr(value, name)
+            raise Unknown
         if kind is ModuleType:
             own, bases = value.__dict__, ()
         elif kind in _METACLASSES:
