@@ -623,8 +623,8 @@ def survey(fun: Any, kind: type) -> tuple[bool, str]:
     return reader.reads, reader.effect
 
 
-def may_communicate(fun: Any, kind: type) -> bool:
-    """Return whether a function reads objects of a class, of mpiad or of mpi4py, or objects that can't be followed."""
+def may_communicate(fun: Any, kind: type | tuple[()]) -> bool:
+    """Return whether a function reads objects of a class, of mpiad or mpi4py, traced values, or what can't be followed."""
     reader = _Survey(kind)
     try:
         reader.read(fun)
@@ -751,7 +751,7 @@ class _WatchReader(FunctionReader):
 class _Survey(_WatchReader):
     """A traversal for `survey`, which passes over objects that can't be followed, and ends at objects of the class."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type | tuple[()]) -> None:
         super().__init__()
         self._kind, self.reads, self.effect = kind, False, ""
         self.communicates = False  # whether it reads objects of mpiad or mpi4py, or unknown ones

@@ -49,7 +49,9 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
         key = "tangent", arguments.key
         if key in cache.entries:
             return cache.interpreted(key, arguments)
-        if not cache.is_followed(key, arguments):  # values in the function's closure may have tangents, too
+        # Values in the function's closure may have tangents, too; an ensemble's arguments may have several ones at a time.
+        has_lists = any(type(getattr(arguments.leaves[k]._node, "g", None)) is list for k in boxed)
+        if has_lists or not cache.is_followed(key, arguments):
             return cache.run(arguments)
         return _called_with_tangents(cache, arguments, boxed, derived)
     if simple and tape.passes in ("one", "several"):

@@ -22,12 +22,21 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.compiling.closure import Watch, are_alike, closed_over_numbers, with_numbers
+from mpiad.compiling.closure import Watch, are_alike, closed_over_numbers, may_communicate, with_numbers
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
+from mpiad.programs.program_cache import (
+    Entry,
+    FailedTrace,
+    ProgramCache,
+    Traced,
+    count,
+    fresh,
+    is_admitted,
+    traced_parts,
+)
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape
 from mpiad.programs.replay import Changed, Replays
@@ -242,6 +251,7 @@ class Jitted(Generic[P, R]):
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
+        self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
 
     def rename(self, name: str) -> None:
@@ -282,12 +292,15 @@ class Jitted(Generic[P, R]):
             except TypeError as error:
                 cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
                 return fresh(self.fun(*args, **kwargs))
-            if tracing.tape is not None or any(type(arguments.leaves[k]) in _boxes for k in arguments.traced):
-                return called_on_tape(cache, arguments, self.derived)
 
             def traced(recorder: Recorder, watch: Watch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
                 return traced_parts(self.fun, arguments, recorder)
 
+            if any(type(arguments.leaves[k]) in _boxes for k in arguments.traced):
+                return called_on_tape(cache, arguments, self.derived)
+            if tracing.tape is not None:
+                entry = self._plain_entry(arguments, traced)
+                return called_on_tape(cache, arguments, self.derived) if entry is None else self._replayed(entry, arguments)
             entry = cache.entry(arguments.key, arguments, traced)
             if isinstance(entry, Entry):
                 return self._replayed(entry, arguments)
@@ -374,6 +387,20 @@ class Jitted(Generic[P, R]):
     ) -> Any:
         """Call the function repeatedly as one node of the current tape; see `mpiad.programs.repeated_calls`."""
         return repeated_on_tape(self._cache, layout, calls, leaves, known)
+
+    def _plain_entry(self, arguments: Arguments, traced: Traced) -> Entry | None:
+        """Return the program for plain arguments in a derivative; None if the call must be a part of the derivative.
+
+        It must if it communicates. Other results of plain arguments are plain, as those of interpreted functions.
+        """
+        key, cache = arguments.key, self._cache
+        entry: Entry | FailedTrace | None = cache.entries.get(key)
+        if key not in cache.entries and key not in self._on_tape:
+            entry = None if may_communicate(self.fun, ()) else cache.entry(key, arguments, traced)
+        if isinstance(entry, Entry) and not entry.communicates and entry.is_current() and is_admitted(entry, arguments):
+            return entry
+        self._on_tape.add(key)
+        return None
 
     def _replayed(self, entry: Entry, arguments: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

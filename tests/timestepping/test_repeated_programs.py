@@ -118,7 +118,8 @@ def test_values_and_other_derivatives(repetitions, checkpoints):
     for _ in range(3):
         repetitions.clear()
         np.testing.assert_allclose(looped(*args, checkpoints), written_out(*args), rtol=1e-13)
-        assert (7, 3) in repetitions or checkpoints is not None
+        # The first program of a process is known after its first call only.
+        assert {(7, 3), (6, 3)} & set(repetitions) or checkpoints is not None
         for product in (
             lambda f: mpiad.jvp(lambda x: f(*x), (START, 0.7), v),
             lambda f: mpiad.hvp(f, (0, 1), objective="sum")(START, 0.7, v),
