@@ -323,7 +323,9 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray], call: str) 
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return [type(value).__name__, [described(part, f"{path}/{k}", arrays, call) for k, part in enumerate(value)]]
     if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
-        return ["generator", described(value.bit_generator.state, path, arrays, call)]
+        seed = value.bit_generator.seed_seq
+        states = [value.bit_generator.state, *([seed.state] if type(seed) is np.random.SeedSequence else [])]
+        return ["generator", *[described(state, path, arrays, call) for state in states]]
     raise TypeError(
         f"{call}: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
         "numbers, strings, None, NumPy's generators, and dicts, lists, tuples and classes of mpiad.pytrees.register with "
@@ -362,7 +364,9 @@ def rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: Ar
                 "as in the program that wrote the file, under mpiad.pytrees.register."
             )
         return _object_of(cls, [rebuilt(part, arrays, namespace) for _, part in fields])
-    state: dict[str, Any] = rebuilt(rest[0], arrays)
-    bits = getattr(np.random, state["bit_generator"])()
+    state: dict[str, Any]
+    state, *seeds = [rebuilt(part, arrays) for part in rest]
+    # The generators that this one spawns depend on its seed sequence.
+    bits = getattr(np.random, state["bit_generator"])(*[np.random.SeedSequence(**seed) for seed in seeds])
     bits.state = state
     return np.random.Generator(bits)

@@ -25,6 +25,7 @@ from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
 from mpiad.linalg.eigenpairs import EigenPairs, ritz_pairs, shortcoming
 from mpiad.transport import channel
 from mpiad.transport.core.random_keys import generator_of, shared_key
+from mpiad.transport.devices.device_arrays import copied
 
 # Tolerances for negative Ritz values: absolute (for H = R they would all be 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
@@ -196,4 +197,4 @@ def laplace_approximation(
             "The computed variance is too large: increase k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return Posterior(m, prior, pairs)
+    return Posterior(copied(m), prior, pairs)  # a program may change m later

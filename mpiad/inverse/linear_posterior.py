@@ -327,9 +327,13 @@ class Conditioned:
     def __init__(self, posterior: LinearPosterior, white: np.ndarray):
         self._posterior, self._white = posterior, white
 
-    @cached_property
+    @property
     def mean(self) -> LocalArray:
         """Return this rank's block of the mean at all times, of shape (n, *source.shape); collective at the first use."""
+        return self._mean.copy()
+
+    @cached_property
+    def _mean(self) -> LocalArray:
         return self._posterior.prior.mean + self._posterior._pulled(self._white)
 
     def sample(self, rng: Rng = None) -> LocalArray:
@@ -340,7 +344,7 @@ class Conditioned:
         A. Doucet, "A note on efficient conditional simulation of Gaussian distributions" (2010).
         """
         key = shared_key(rng, self._posterior._channel, f"{_CALL}.sample")
-        return self.mean + self._posterior._corrected(key, 0, len(self._white))
+        return self._mean + self._posterior._corrected(key, 0, len(self._white))
 
 
 class Prediction(NamedTuple):

@@ -408,9 +408,16 @@ def _run_in_groups(
         if any(each.ended_by for each in found.values()):
             return 0.0
         if not built:
-            parts = (*build(comm), quantities)[:4]
             with raising_together(channel(comm, _CALL), Exception):
-                built.append(_problem(settings.method, start, *parts))
+                parts = build(comm)
+                most = 4 if quantities is None else 3
+                if not isinstance(parts, (tuple, list)) or not 2 <= len(parts) <= most:
+                    got = f"{len(parts)} parts" if isinstance(parts, (tuple, list)) else f"{parts!r:.60}"
+                    expected = "misfit, prior, and optionally the posterior or None, and the quantities"
+                    text = f"build must return {expected}, but returned {got}" + " beside quantities=" * (most == 3)
+                    raise TypeError(f"{_CALL}: {text}. Give the quantities in one place.")
+                parts = (*parts, None)[:3] if len(parts) < 4 else parts
+                built.append(_problem(settings.method, start, *(*parts, quantities)[:4]))
         found[number] = _run(built[0], settings, number, shown)
         return 0.0
 

@@ -62,6 +62,17 @@ def test_mean(case, times):
     np.testing.assert_allclose(whole(domain, posterior.condition(d[:times]).mean).ravel(), mean, rtol=0, atol=CLOSE)
 
 
+def test_a_mean_that_is_changed_in_place(case):
+    """The caller owns it: later samples and means are about the same mean."""
+    domain, posterior, dense, d = case
+    found = posterior.condition(d[:3])
+    before = found.sample(1)
+    mean = found.mean
+    mean += 100.0
+    np.testing.assert_array_equal(found.sample(1), before)
+    np.testing.assert_allclose(whole(domain, found.mean).ravel(), dense.conditioned(d[:3])[0], rtol=0, atol=CLOSE)
+
+
 def test_data_that_arrive(case):
     """Continued, begun again, and changed."""
     domain, posterior, dense, d = case

@@ -148,6 +148,9 @@ def test_chains_on_groups(linear, size):
         sample(build, linear.prior, method="pcn", n_samples=2, groups=size)
     with pytest.raises(WorkerError, match="build must return an mpiad.inverse.GaussianPrior, but got NoneType"):
         sample(lambda comm: (linear.misfit, None, None), method="pcn", n_samples=2, groups=size)
+    for count, given in ((4, linear.observed), (1, None)):
+        with pytest.raises(WorkerError, match=f"build must return misfit, prior, .* but returned {count} parts"):
+            sample(lambda comm, n=count: build(comm)[:n], method="pcn", n_samples=2, groups=size, quantities=given)
     pooled = one_by_one.quantities.reshape(24, 5)
     np.testing.assert_allclose(linear.observed(one_by_one.mean), pooled.mean(axis=0), atol=1e-10)
 

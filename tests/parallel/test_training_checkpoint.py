@@ -99,6 +99,20 @@ def test_generators_go_on(path, kind):
     assert again.normal() == rng.normal()
 
 
+@pytest.mark.parametrize("seed", [5, (3, 4), np.random.SeedSequence(9, spawn_key=(2, 7)), "entropy"])
+def test_generators_that_spawn_go_on(path, seed):
+    """The children of a restored generator are those of an uninterrupted run, on all ranks."""
+    rng = np.random.default_rng(COMM.bcast(np.random.SeedSequence().entropy, ROOT) if seed == "entropy" else seed)
+    rng.spawn(2)
+    rng.normal()
+    save_checkpoint(path, {"rng": rng})
+    again = load_checkpoint(path).tree["rng"]
+    expected = [child.normal() for child in rng.spawn(3)]
+    assert [child.normal() for child in again.spawn(3)] == expected
+    assert again.normal() == rng.normal()
+    assert COMM.allgather(expected) == [expected] * COMM.size
+
+
 def test_without_a_file_the_training_begins(path):
     assert load_checkpoint(path) is None
 
