@@ -26,8 +26,9 @@ def fortran_library(name):
     if comm.rank == 0:
         target = Path(tempfile.mkdtemp()) / f"lib{name}.so"
         mpi = Path(mpi_library())
-        command = [compiler, "-O2", "-shared", "-fPIC", f"-J{target.parent}", "-o", target, FOLDER / f"{name}.f90"]
-        subprocess.run([*command, mpi, f"-Wl,-rpath,{mpi.parent}"], check=True)
+        command = [compiler, "-O2", "-shared", "-fPIC", f"-J{target.parent}", "-o", target]
+        sources = [FOLDER / "mpi_of_c.f90", FOLDER / f"{name}.f90"]
+        subprocess.run([*command, *sources, mpi, f"-Wl,-rpath,{mpi.parent}"], check=True)
     target = comm.bcast(target)
     loaded = library(target)
     comm.Barrier()

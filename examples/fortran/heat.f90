@@ -3,38 +3,6 @@
 ! The plate is divided among the ranks along x: a rank has nx columns of ny cells. The ends in x are insulated. The temperature
 ! below is zero, and wall(i) above column i. A step adds the fluxes through the four sides of each cell; the time step is
 ! contained in kappa, which is averaged between cells.
-!
-! The MPI functions of C are declared here, since the MPI packages of PyPI contain no Fortran library. Handles are integers, as
-! in MPICH and libraries with its binary interface (Intel MPI, MVAPICH, Cray MPICH).
-
-module mpi_of_c
-  use iso_c_binding
-  implicit none
-  integer(c_int), parameter :: double_precision = int(z'4c00080b', c_int), no_rank = -1
-  interface
-    function mpi_comm_rank(comm, rank) bind(c, name="MPI_Comm_rank") result(ierr)
-      import c_int
-      integer(c_int), value :: comm
-      integer(c_int), intent(out) :: rank
-      integer(c_int) :: ierr
-    end function
-    function mpi_comm_size(comm, size) bind(c, name="MPI_Comm_size") result(ierr)
-      import c_int
-      integer(c_int), value :: comm
-      integer(c_int), intent(out) :: size
-      integer(c_int) :: ierr
-    end function
-    function mpi_sendrecv(sent, scount, stype, dest, stag, received, rcount, rtype, source, rtag, comm, status) &
-        bind(c, name="MPI_Sendrecv") result(ierr)
-      import c_int, c_double
-      real(c_double), intent(in) :: sent(*)
-      real(c_double), intent(inout) :: received(*)
-      integer(c_int), value :: scount, stype, dest, stag, rcount, rtype, source, rtag, comm
-      integer(c_int), intent(out) :: status(*)
-      integer(c_int) :: ierr
-    end function
-  end interface
-end module
 
 module heat
   use mpi_of_c

@@ -10,7 +10,7 @@ from shared_libraries import compiled
 import mpiad
 from mpiad.extend import Communicator, Cotangent, Input, LibraryFunction, Output, Value, library
 
-SOURCE = Path(__file__).parents[2] / "examples" / "fortran" / "heat.f90"
+FOLDER = Path(__file__).parents[2] / "examples" / "fortran"
 COLUMNS, ROWS, STEPS = 8, 5, 12
 ALL = np.random.default_rng(0).uniform(0.5, 1.0, (3, COLUMNS, ROWS))
 
@@ -18,7 +18,8 @@ ALL = np.random.default_rng(0).uniform(0.5, 1.0, (3, COLUMNS, ROWS))
 @pytest.fixture(scope="module")
 def heat(tmp_path_factory: pytest.TempPathFactory) -> LibraryFunction:
     folder = tmp_path_factory.mktemp("heat")
-    path = compiled(SOURCE.read_text(), ".f90", folder, f"-J{folder}")
+    source = "".join((FOLDER / name).read_text() for name in ("mpi_of_c.f90", "heat.f90"))
+    path = compiled(source, ".f90", folder, f"-J{folder}")
     heat = library(path).function(
         "heat_run", comm=Communicator("C"), nx=Value("int32"), ny=Value("int32"), steps=Value("int32"),
         kappa=Input("nx", "ny"), wall=Input("nx"), u0=Input("nx", "ny"), u=Output("nx", "ny"),
