@@ -115,21 +115,12 @@ def test_gradient_of_two_coupled_solvers(heat: LibraryFunction, rank: int, size:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(
-    "program, text",
-    [
-        ("examples/fortran_heat.py", "conductivities 0.050000 and 0.200000, wall 1.500000"),
-        (
-            "examples/fortran_coupled.py",
-            "outlet 0.505885045141, gradient -1.849622289552 7.251673237254; without cross terms 51% off",
-        ),
-    ],
-)
-def test_examples(mpirun, program: str, text: str) -> None:
-    done = mpirun(2, program)
+def test_the_coupled_example(mpirun) -> None:
+    done = mpirun(2, "examples/fortran_coupled.py")
     assert done.returncode == 0, done.stdout + done.stderr
     if done.stdout.startswith("This example needs"):
         pytest.skip(done.stdout.strip())
+    text = "outlet 0.505885045141, gradient -1.849622289552 7.251673237254; without cross terms 51% off"
     assert done.stdout.strip() == text
 
 
