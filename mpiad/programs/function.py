@@ -394,10 +394,12 @@ class Jitted(Generic[P, R]):
         It must if it communicates. Other results of plain arguments are plain, as those of interpreted functions.
         """
         key, cache = arguments.key, self._cache
+        if key in self._on_tape:
+            return None
         entry: Entry | FailedTrace | None = cache.entries.get(key)
-        if key not in cache.entries and key not in self._on_tape:
+        if entry is None or not entry.is_current():
             entry = None if may_communicate(self.fun, ()) else cache.entry(key, arguments, traced)
-        if isinstance(entry, Entry) and not entry.communicates and entry.is_current() and is_admitted(entry, arguments):
+        if isinstance(entry, Entry) and not entry.communicates and is_admitted(entry, arguments):
             return entry
         self._on_tape.add(key)
         return None

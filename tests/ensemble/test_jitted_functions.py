@@ -53,6 +53,19 @@ def test_a_fit(f: Callable) -> None:
     np.testing.assert_allclose(np.ravel(found.p), [2.0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_variable_of_f_that_changes_between_gradients(compile: bool) -> None:
+    factors = {"decay": 1.0}
+    f = mpiad.jit(lambda u, p, t: [-p[0] * factors["decay"] * u[0]])
+
+    def end(p: Any) -> Any:
+        return solve(ODEProblem(f, [1.0], (0.0, 1.0), p), rtol=1e-10, atol=1e-12, compile=compile).u_end[0]
+
+    for decay in (1.0, 2.0, 3.0):
+        factors["decay"] = decay
+        np.testing.assert_allclose(mpiad.grad(end)(P[:1])[0], -decay * np.exp(-decay * P[0]), rtol=1e-7)
+
+
 @pytest.mark.parametrize("derivative", ["grad", "jvp", "hvp"])
 def test_plain_arguments_give_plain_results(derivative: str) -> None:
     """Also if Python decides by them; those that depend on a closed-over variable are traced."""
