@@ -23,12 +23,13 @@ from abc import ABCMeta
 from collections import deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
+    DynamicClassAttribute,
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
@@ -71,6 +72,7 @@ _OF_CLASSES = frozenset(
 )
 _OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defaults __getnewargs__ __replace__".split())
 _METACLASSES, EnumType = (type, ABCMeta), type(Enum)
+_OF_ENUMS = _OF_CLASSES | vars(IntEnum("_", ())).keys()
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
 
 
@@ -241,31 +243,21 @@ class FunctionReader:
         self.constant(value)
         if self.is_constant(value) or issubclass(value, BaseException):
             return
-        if isinstance(value, EnumType):
-            self._enumeration(value)
-            return
-        if type(value) not in _METACLASSES:
+        if type(value) not in (*_METACLASSES, EnumType):
             raise Unknown(f"class {value.__name__}, which has a metaclass")
         for base in value.__mro__:
-            if self.is_constant(base) or base.__module__ in ("abc", "typing") or base is SimpleNamespace:
+            if self.is_constant(base) or base.__module__ in ("abc", "enum", "typing") or base is SimpleNamespace:
                 continue
             self.container(vars(base), parts_of(vars(base)))
-            generated = _OF_CLASSES | _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else _OF_CLASSES
+            generated = _OF_ENUMS if isinstance(base, EnumType) else _OF_CLASSES
+            generated |= _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else frozenset()
             for name, member in vars(base).items():
                 if name not in generated:
                     self.read(name)
                     self._member(member)
 
-    def _enumeration(self, value: type) -> None:
-        """Record the functions of an `Enum`; its members can't be assigned."""
-        self.container(vars(value), parts_of(vars(value)))
-        for base in value.__mro__:
-            for member in vars(base).values():
-                if isinstance(member, FunctionType) and member.__module__ == base.__module__ != "enum":
-                    self.method(member)
-
     def _member(self, value: Any) -> None:
-        if isinstance(value, property):
+        if isinstance(value, (property, DynamicClassAttribute)):
             for fun in filter(None, (value.fget, value.fset)):
                 self.method(fun)
         elif isinstance(value, (staticmethod, classmethod, FunctionType)):
@@ -623,7 +615,7 @@ def survey(fun: Any, kind: type) -> tuple[bool, str]:
     return reader.reads, reader.effect
 
 
-def may_communicate(fun: Any, kind: type | tuple[()]) -> bool:
+def may_communicate(fun: Any, kind: type | tuple[()] = ()) -> bool:
     """Return whether a function reads objects of a class, of mpiad or mpi4py, traced values, or what can't be followed."""
     reader = _Survey(kind)
     try:

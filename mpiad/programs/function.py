@@ -398,7 +398,7 @@ class Jitted(Generic[P, R]):
             return None
         entry: Entry | FailedTrace | None = cache.entries.get(key)
         if entry is None or not entry.is_current():
-            entry = None if may_communicate(self.fun, ()) else cache.entry(key, arguments, traced)
+            entry = None if may_communicate(self.fun) else cache.entry(key, arguments, traced)
         if isinstance(entry, Entry) and not entry.communicates and is_admitted(entry, arguments):
             return entry
         self._on_tape.add(key)

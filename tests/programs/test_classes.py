@@ -109,11 +109,26 @@ class Disk(Shape, Generic[T]):
         return self.area() + other.area() if isinstance(other, Disk) else NotImplemented
 
 
-class Colour(enum.Enum):
+class Warm:
+    warmth = 4.0
+
+    def warmed(self, x: Any) -> Any:
+        return x * self.warmth
+
+
+class Colour(Warm, enum.Enum):
     RED = 2.0
 
     def scaled(self, x: Any) -> Any:
         return x * self.value * FACTOR
+
+    @property
+    def doubled(self) -> float:
+        return self.value * FACTOR
+
+    @staticmethod
+    def halved(x: Any) -> Any:
+        return x * 0.5 * FACTOR
 
 
 class Direction(enum.IntEnum):
@@ -183,6 +198,11 @@ CASES = {
     namespace: [of_this_module("FACTOR", 3.0)],
     lambda x: Colour(2.0).scaled(x[Direction.NORTH] + x[[d - 1 for d in Direction]].sum()) + x: [
         of_this_module("FACTOR", 3.0), set_to(Colour, "scaled", lambda self, x: x)
+    ],
+    lambda x: Colour(2.0).warmed(x) + Colour(2.0).halved(x) * Colour(2.0).doubled: [
+        of_this_module("FACTOR", 3.0), set_to(Warm, "warmth", 5.0), set_to(Warm, "warmed", lambda self, x: -x),
+        set_to(Colour, "doubled", property(lambda self: 3.0 * self.warmth)),
+        set_to(Colour, "halved", staticmethod(lambda x: 7.0 * x)),
     ],
     lambda x: (x * Colour.RED.value if Colour.RED is Colour["RED"] else x) * FACTOR: [of_this_module("FACTOR", 3.0)],
     lambda x: Registered(x).value(): [set_to(Registered, "scale", 3.0), set_to(Registered, "value", lambda self: -self.u)],
