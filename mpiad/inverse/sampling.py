@@ -416,8 +416,9 @@ def _run_in_groups(
                     expected = "misfit, prior, and optionally the posterior or None, and the quantities"
                     text = f"build must return {expected}, but returned {got}" + " beside quantities=" * (most == 3)
                     raise TypeError(f"{_CALL}: {text}. Give the quantities in one place.")
-                parts = (*parts, None)[:3] if len(parts) < 4 else parts
-                built.append(_problem(settings.method, start, *(*parts, quantities)[:4]))
+                misfit, prior, posterior, own = (*parts, None, None)[:4]
+                own = quantities if own is None else own
+                built.append(_problem(settings.method, start, misfit, prior, posterior, own))
         found[number] = _run(built[0], settings, number, shown)
         return 0.0
 
