@@ -159,15 +159,3 @@ def test_volume_and_energy(water: SimpleNamespace) -> None:
     h, u, v = water.run(*p, 40, DT, DX, F, b, r, 6.0 - b, 0 * b, 0 * b)
     np.testing.assert_allclose(h + b, 6.0, rtol=1e-14)
     assert max(np.abs(u).max(), np.abs(v).max()) < 1e-13
-
-
-@pytest.mark.launches
-def test_the_example(mpirun) -> None:
-    done = mpirun(2, "examples/fortran_shallow_water.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    if done.stdout.startswith("This example needs"):
-        pytest.skip(done.stdout.strip())
-    assert done.stdout.splitlines() == [
-        "sill 5.946 m, drag 0.00257 of mud and 0.0304 of reeds",
-        "misfit 7.3915 of 24 readings",
-    ]
