@@ -312,6 +312,7 @@ np.einsum("...ij->...ji", x); np.einsum("ii->i", x); np.einsum("ij,ij->j", x, m,
 np.einsum("ij,jk,kl->il", x, x.T, x); np.einsum(x, [0, 1], m, [0, 1]); np.einsum("iij->ij", x)
 np.nan_to_num(x, nan=1.0); np.nan_to_num(x, True); np.real_if_close(x + 0j); np.sign(np.real(x)) * x; np.floor(np.real(x)) * x; np.ones_like(x) * x
 np.divmod(x, 0.7); np.divmod(2.1, x)[1]; np.divmod(x, a); np.divmod(a, x); np.take(x, 1); np.take(x, [0, -1, 0]); np.take(x, [[0, 1], [1, 0]], {of}); np.take(x, array([2, -1]), axis=-1); np.take(x, [5, -2], 0, mode="wrap"); np.take(x, [7, -1, 1], None, None, "clip")
+np.take_along_axis(x, array([0, 1, 0]), None); np.take_along_axis(x, np.argsort(np.real(x), {one}), {one}); np.take_along_axis(x, np.argmax(np.real(x), {one}, keepdims=True), axis={one}); np.take_along_axis(x, array([-1, 0, 0]), axis=-1)
 np.nansum(x, axis={axis}{keep}); np.nanmean(x, axis={axis}{keep}); np.nansum(np.where(mask, x, np.nan), 0); np.nanmean(np.where(mask, x, np.nan), -1); np.nansum(x, where=mask); np.nanmean(x, where=mask)
 np.average(x); np.average(x, axis={axis}{keep}); np.average(x, axis=-1, weights=a[:np.shape(x)[-1]]); np.average(x, weights=1.0 + np.ones(np.shape(x)))
 np.nansum(np.where(mask, x, np.nan)); np.nanmean(np.where(np.real(x) > 0, x, np.nan)); np.nansum(x, initial=2.0); np.cumprod(0.5 * x); np.cumprod(0.5 * x, axis={one}); np.cumprod(x * (np.real(x) > 0), -1)

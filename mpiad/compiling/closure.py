@@ -142,6 +142,7 @@ class FunctionReader:
         if isinstance(value, _VALUES) or self.is_constant(value):
             self.read(value)
             return
+        self.reading = fun.__qualname__
         for attributes in _reads_of_first_argument(fun.__code__):
             self.reading = f"{'.'.join((fun.__code__.co_varnames[0], *attributes))} in {fun.__qualname__}"
             self._chain(value, attributes)
@@ -488,7 +489,10 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
 
 @lru_cache(maxsize=256)
 def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the chains of attributes read from `self`, in nested functions, too; raise Unknown if it is assigned."""
+    """Return the chains of attributes read from `self`, in nested functions, too.
+
+    If the variable or an attribute of it is assigned, raise Unknown.
+    """
     if not code.co_varnames:
         raise Unknown
     return tuple(dict.fromkeys(_reads_of_variable(code, code.co_varnames[0])))
@@ -506,8 +510,10 @@ def _reads_of_super(code: CodeType) -> tuple[tuple[str, ...], ...]:
 def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
     # Nested functions, such as comprehensions, read the variable from a cell; creating them loads the cell itself.
     in_cell = variable in (*code.co_cellvars, *code.co_freevars)
-    reads = []
-    for operation, name, attributes in _chains(code):
+    reads, chains = [], _chains(code)
+    for (operation, name, attributes), (following, attribute, _) in zip(chains, [*chains[1:], ("", "", ())]):
+        if name == variable and not attributes and following == "STORE_ATTR":
+            raise Unknown(f"it assigns {variable}.{attribute}, whose value it should return instead")
         if operation == "LOAD_DEREF" if in_cell else operation in ("LOAD_FAST", "LOAD_FAST_BORROW"):
             reads += [attributes] if name == variable else []
         elif in_cell and operation in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CLOSURE", "MAKE_CELL"):

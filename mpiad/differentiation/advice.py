@@ -23,6 +23,8 @@ _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
     "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
 )
+# Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
+_NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_DEPOSIT = "mpiad.segment_sum(values, indices, count) adds traced values with the same index."
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
@@ -41,8 +43,9 @@ _NO_MPI4PY = (
 _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'", _NO_DEPOSIT),
+    (r"element with a sequence.*Box'", _NO_CONVERSION),
     (
-        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*out=.*Box|"
+        r"Box' object does(n't| not) support item|__array_ufunc__\(.*out=.*Box|"
         r"only integer scalar arrays can be converted to a scalar index",
         _NO_ASSIGNMENT,
     ),
@@ -50,7 +53,8 @@ _ADVICE = (
     (r"dtype\('O'\) with shape", f"{_NO_PLAIN_NUMPY} Of lists with traced values make arrays by np.array."),
     (
         r"(loop of ufunc|__array_ufunc__).*Box|(number|integers or slices), not '?\w*Box|Box' object cannot be interpreted|"
-        r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",
+        r"Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|object arrays are not supported|"
+        r"not supported for the input types",
         _NO_PLAIN_NUMPY,
     ),
 )

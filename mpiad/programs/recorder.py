@@ -475,7 +475,8 @@ class Recorder:
         else:
             is_array = isinstance(result, np.ndarray)
             what = f"an array of {result.dtype}s" if is_array else f"{type(result).__name__}, which isn't an array"
-            self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values")
+            advice = ": in place of lists of traced values write np.where or np.stack" if what.endswith("objects") else ""
+            self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values{advice}")
         self._step(kind, fun, args, tuple([result.number for result in results]), kwargs)
         return out
 

@@ -414,8 +414,8 @@ def take(x: Array, key: Index) -> Array:
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return x in another dtype."""
-    return x.astype(dtype)
+    """Return x, an array or a number of Python, in another dtype."""
+    return np.asarray(x).astype(dtype)
 
 
 def with_entries(x: Array, key: Index, value: Array) -> Array:

@@ -13,6 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
+from scipy.spatial.distance import cdist
 
 import mpiad
 from mpiad.errors import WorkerError
@@ -75,6 +76,13 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "added at, by autograd": (added_by_autograd, AttributeError, "no attribute 'at'", r"mpiad\.segment_sum"),
     "assigned by indices": (assigned_by_indices, TypeError, "only integer scalar arrays", NEW_ARRAY),
     "converted": (lambda x: np.sum(np.asarray(x, float)), ValueError, "array element with a sequence", NEW_ARRAY),
+    "random choice": (
+        lambda x: x[np.random.default_rng(0).choice(3, p=x / anp.sum(x))],
+        ValueError,
+        "array element with a sequence",
+        r"plain NumPy pass mpiad\.stop_gradient",
+    ),
+    "distances of SciPy": (lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0], ValueError, "dtype object", AUTOGRAD),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),
     "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
     "not supported": (lambda x: np.abs(np.fft.fft(x)).sum(), TypeError, "'fft' not supported", AUTOGRAD),

@@ -565,6 +565,12 @@ def entry(x):
     return b
 
 
+class Recalling:
+    def total(self, x):
+        self.last = 2 * x
+        return anp.sum(self.last**2)
+
+
 def slice_of_complex(x):
     b = np.zeros((2, 3), complex)
     b[0, 1:] = x[1:] * 1j
@@ -583,6 +589,11 @@ def slice_of_complex(x):
         (lambda x: x * float(x[0]), "control flow depends on a traced value"),
         (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
         (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),
+        (
+            mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
+            "select returns an array of objects .* in place of lists of traced values write np.where",
+        ),
+        (Recalling().total, r"Recalling.total: it assigns self.last, whose value it should return instead"),
     ],
 )
 def test_the_advice_against_conversions(fun, message):

@@ -604,6 +604,31 @@ def test_products_that_no_rule_reshapes():
         assert_same(jitted(C), fun(C))
 
 
+# Functions of an array and a number, with the derivative by the array.
+OF_NUMBERS = {
+    "where": (lambda x, k: anp.where(k < 2, x * x, 3 * x), lambda x, k: 2 * x if k < 2 else 0 * x + 3),
+    "power": (lambda x, k: x**k, lambda x, k: k * x ** (k - 1)),
+    "base": (lambda x, k: k**x, lambda x, k: np.log(k) * k**x),
+    "arctan2": (lambda x, k: anp.arctan2(k, x), lambda x, k: -k / (x * x + k * k)),
+    "clip": (lambda x, k: anp.clip(x, -k, k), lambda x, k: 1.0 * (x < k)),
+    "and": (
+        lambda x, k: anp.where(anp.logical_and(k > 1, x > 1), x * x, x),
+        lambda x, k: np.where((k > 1) & (x > 1), 2 * x, 1),
+    ),
+}
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("k", [1, 3, 1.5, 3.0, True])
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_derivatives_of_functions_of_numbers(name, k):
+    fun, derivative = OF_NUMBERS[name]
+    fast, x, v = mpiad.jit(fun, strict=True), np.array([0.4, 1.2, 2.3]), np.array([1.0, -2.0, 0.5])
+    cubes = mpiad.grad(lambda x: anp.sum(fast(x, k) ** 3))(x)
+    np.testing.assert_allclose(cubes, 3 * fun(x, k) ** 2 * derivative(x, k), rtol=1e-14)
+    np.testing.assert_allclose(mpiad.jvp(lambda x: fast(x, k), x, v)[1], derivative(x, k) * v, rtol=1e-14)
+
+
 def below(x, n):
     n -= 1
     return x * (1 / n)

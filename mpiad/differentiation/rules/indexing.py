@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
     refusal,
 )
 from mpiad.differentiation.rules.scatter_add import Scatter, copy_of, is_basic, put
-from mpiad.transport.devices.device_arrays import is_array, is_device_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, is_device_array
 
 _getitem = ArrayBox.__getitem__
 
@@ -78,6 +78,22 @@ def take_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return getitem_vjp(argnums, ans, (x, key), {})
 
 
+def take_along_axis_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Add the cotangents at the positions of the taken elements."""
+    named = bound(anp.take_along_axis, "arr indices axis", args, kwargs)
+    if argnums != (0,):
+        raise refusal(anp.take_along_axis, "with respect to the indices")
+    x, indices, axis = named["arr"], named["indices"], named.get("axis", -1)
+    if axis is None:
+        return take_vjp(argnums, ans, (x, indices), {})
+    arrays, ndim = arrays_of(indices), len(x.shape)
+    numbers = [
+        (np if arrays is None else arrays).arange(n).reshape(-1, *(1,) * (ndim - 1 - k)) for k, n in enumerate(x.shape)
+    ]
+    numbers[axis] = indices
+    return getitem_vjp(argnums, ans, (x, tuple(numbers)), {})
+
+
 def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Take the same elements of the tangent."""
     if argnums != (0,):
@@ -104,5 +120,6 @@ def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: 
     return sparse_add(space, copy_of(gs[0]), tangent)
 
 
-VJPS = {_getitem: getitem_vjp, anp.take: take_vjp}
-JVPS = {_getitem: getitem_jvp, anp.take: partial(linear_jvp, anp.take), sparse_add: sparse_add_jvp}
+VJPS = {_getitem: getitem_vjp, anp.take: take_vjp, anp.take_along_axis: take_along_axis_vjp}
+JVPS = {_getitem: getitem_jvp, sparse_add: sparse_add_jvp}
+JVPS |= {fun: partial(linear_jvp, fun) for fun in (anp.take, anp.take_along_axis)}
