@@ -107,7 +107,10 @@ def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, conver
         advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
         problem = f"it stalls: the residual{name} stays at {norm:.3e}, but must fall to {target:.3e}"
-        advice = "Try a larger restart, a better preconditioner, or another method."
+        advice = (
+            "Try a larger restart, a better preconditioner, or another method. If each rank has a copy of u instead of a "
+            "block, average the copies: u = mpi_allreduce(u) / mpi_size()."
+        )
     cause = diagnosis(system)
     system.fail(f"{problem}: {cause}" if cause else f"{problem}. {advice}")
 

@@ -467,7 +467,7 @@ def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.nda
         value = float(curvature[invalid][0])
         cause = (
             "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ? If each "
-            "rank has a copy of the vector instead of a part, take method='gmres'."
+            "rank has a copy of the vector instead of a part, average the copies: u = mpi_allreduce(u) / mpi_size()."
         )
         cause = cause if value else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"

@@ -263,7 +263,9 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, problem: Pro
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {error:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
-            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
+            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose. If each rank has a copy of u "
+            "instead of a block, average the copies: u = mpi_allreduce(u) / mpi_size(). With comm=, matvec may communicate "
+            "among these ranks only."
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
 
@@ -369,7 +371,7 @@ def solve(
         Whether to check at the end that the true residual is at most 10 times the tolerance, or due to rounding, and that
         the operator doesn't map constants to zero. Each check takes one product.
     comm : mpi4py intracommunicator, optional
-        The ranks over which the system is distributed.
+        The ranks over which the system is distributed; `matvec` and the preconditioner communicate among them only.
     callback : callable, optional
         ``callback(norm)`` is called on every rank after each iteration (except in the solves of derivatives).
 

@@ -306,6 +306,7 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
         listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
         raise GradientError(
             f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a correct "
-            f"derivative gives {order + 1}. Remainders for successively halved steps: {listed}."
+            f"derivative gives {order + 1}. Remainders for successively halved steps: {listed}. If J has a kink or a jump "
+            "within these steps, as where a label or a sign changes, pass a smaller step=, such as 1e-3."
         )
     return rate

@@ -10,6 +10,7 @@ from whole_grid import owned
 import mpiad
 import mpiad.linalg.system
 from mpiad.domain import Domain
+from mpiad.errors import ConvergenceError
 from mpiad.linalg import solve
 from mpiad.testing import check_grads
 
@@ -320,3 +321,43 @@ def test_right_hand_side_of_zeros(case):
     assert not u.any()
     expected = case.reference.solve(case.kappa, case.c, case.w)
     np.testing.assert_allclose(gradient(case.block(case.w)), case.block(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_averaged_copies_of_the_unknowns(method, rank, size, rank_rng):
+    """Normal equations with rows of the matrix on each rank, and all unknowns on each rank, as on the page."""
+    blocks = [rank_rng(7 + k).standard_normal((3 + k, 3)) for k in range(size)]
+    rng = np.random.default_rng(3)
+    whole, data = np.concatenate(blocks), rng.standard_normal(sum(map(len, blocks)))
+    rows = np.array_split(np.arange(len(data)), np.cumsum([len(block) for block in blocks])[:-1])[rank]
+
+    def average(u):
+        return mpiad.mpi_allreduce(u) / size
+
+    def product(u, matrix):
+        return mpiad.mpi_allreduce(anp.dot(matrix.T, anp.dot(matrix, average(u))))
+
+    def loss(matrix):
+        b = mpiad.mpi_allreduce(anp.dot(matrix.T, data[rows]))
+        return anp.sum(anp.exp(average(solve(product, b, matrix, method=method, **TIGHT))) * np.arange(1.0, 4.0))
+
+    def dense(matrix):
+        return np.sum(np.exp(np.linalg.solve(matrix.T @ matrix, matrix.T @ data)) * np.arange(1.0, 4.0))
+
+    value, gradient = mpiad.value_and_grad(loss, root=size - 1)(whole[rows])
+    np.testing.assert_allclose(value, dense(whole), **CLOSE)
+    units = np.eye(whole.size).reshape(-1, *whole.shape)
+    expected = np.reshape([dense(whole + 1e-30j * unit).imag / 1e-30 for unit in units], whole.shape)
+    np.testing.assert_allclose(gradient, expected[rows], **CLOSE)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_copies_that_are_not_averaged(rank_rng):
+    matrix = rank_rng(7).standard_normal((4, 3))
+
+    def loss(matrix):
+        b = mpiad.mpi_allreduce(anp.sum(matrix, axis=0))
+        return anp.sum(solve(lambda u, m: mpiad.mpi_allreduce(anp.dot(m.T, anp.dot(m, u))), b, matrix, **TIGHT))
+
+    with pytest.raises((ValueError, ConvergenceError), match="average the copies"):
+        mpiad.grad(loss)(matrix)
