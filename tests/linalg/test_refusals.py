@@ -4,6 +4,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 import scipy.sparse
+from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
@@ -337,3 +338,20 @@ def test_residual_of_the_recurrence_is_not_believed(domain, rank_rng):
         solve(noisy, b)
     # Where nobody looks, it is believed.
     assert domain.norm(b - matvec(solve(noisy, b, verify=False))) > 1e-6 * domain.norm(b)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_operators_that_communicate_outside_of_comm(method, rank):
+    """The solves would take different numbers of iterations, and wait for each other."""
+
+    def product(u):
+        return 4.0 * u + (rank + 1) * mpiad.mpi_allreduce(anp.sum(u))
+
+    with pytest.raises(ValueError, match="matvec communicates with ranks that don't belong to comm='MPI_COMM_SELF'"):
+        solve(product, np.arange(3.0) + rank, method=method, comm=MPI.COMM_SELF)
+    mpiad.reset()
+    # A part of the ranks is enough for messages within it.
+    part = MPI.COMM_WORLD.Split(rank % 2)
+    u = solve(lambda u: 4.0 * u + mpiad.mpi_allreduce(anp.sum(u), comm=part), np.ones(3), method=method, comm=part)
+    np.testing.assert_allclose(u, 1 / (4 + 3 * part.size), rtol=1e-7)

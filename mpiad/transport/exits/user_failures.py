@@ -274,6 +274,8 @@ class DeferredFailures:
         fault, start = self._channel.fault, next(communications)
         try:
             out = fun(*args)
+            if name not in self._communicated and tracing.channels:
+                self._require_members(name)
         except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
             alone = self._channel.size == 1 or recovers() or isinstance(error, DeadlockError)
@@ -294,6 +296,16 @@ class DeferredFailures:
         if spent:
             self._communicated.add(name)
         return out
+
+    def _require_members(self, name: str) -> None:
+        """Raise a ValueError if a function communicates with other ranks, whose calls of it may end at another time."""
+        others = {rank for used, pending in tracing.channels if not pending for rank in used.members}
+        if not others <= set(self._channel.members):
+            raise ValueError(
+                f"{self._call}: {name} communicates with ranks that don't belong to comm={self._channel.user.name!r}, whose "
+                "solves may take another number of iterations, so that ranks would wait for each other forever. Pass the "
+                "communicator of all ranks; the unknowns of a system are the blocks of all its ranks."
+            )
 
     def note(self, error: BaseException, seconds: float = LATE) -> None:
         """Record an error; the job ends if there is no agreement within `seconds`."""
