@@ -39,10 +39,10 @@ class Outcome(NamedTuple):
 
 
 class _Call:
-    """A function of the leaves of its arguments; `build` assembles the arguments from the leaves."""
+    """A function of the leaves of its arguments; `build` assembles the arguments from the leaves, `passes` as in `Tape`."""
 
-    def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]]):
-        self._fun, self._build = fun, build
+    def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]], passes: str):
+        self._fun, self._build, self._passes = fun, build, passes
         self.__name__ = fun.__name__
 
     def __call__(
@@ -60,7 +60,7 @@ class _Call:
                 (values, build), (result_tangents, _) = map(flatten, trace_forwards(self._called, variables, tangents))
                 return *map(as_array, values), *map(as_array, result_tangents), Outcome(build)
             start = next(communications)
-            made = trace_backwards(self._called, variables)
+            made = trace_backwards(self._called, variables, passes=self._passes)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
         communicates = next(communications) > start + 1
@@ -79,7 +79,8 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or an `Interpretation`."""
     leaves, build = flatten((args, kwargs))
     tape: Any = tracing.tape
-    call = _Call(fun, build)
+    # Record again what `linearize` records, whose reverse pass may be differentiated with respect to its cotangent.
+    call = _Call(fun, build, "recorded" if getattr(tape, "passes", None) == "recorded" else "several")
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
     if recorder.is_abstract and any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):

@@ -277,3 +277,26 @@ def test_tangents_of_reverse_passes():
     np.testing.assert_allclose(linear.jvp(v), gradient @ v, rtol=1e-12)
     np.testing.assert_allclose(linear.jvp(np.stack([v, 2 * v]), batch=True), gradient @ v * np.array([1, 2]), rtol=1e-12)
     np.testing.assert_allclose(mpiad.jvp(lambda w: linear.vjp(w), 1.0, 1.0)[1], gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_linearize_around_a_loop_of_many_steps(calls, rank, size, rank_rng):
+    """The first call is interpreted, and records for products in both directions."""
+    starts, along = ([rank_rng(shift + k).standard_normal(3) for k in range(size)] for shift in (0, 50))
+
+    def loop(x):
+        return scan(lambda u, k: anp.sin(u) + mpiad.mpi_allreduce(anp.sum(u)) / (3 * size + k), x, 60) ** 2
+
+    def whole(x):
+        u = x
+        for k in range(60):
+            u = np.sin(u) + np.sum(u) / (3 * size + k)
+        return u**2
+
+    linear = mpiad.linearize(mpiad.jit(loop))
+    for _ in range(calls):
+        products = linear(starts[rank])
+    expected = np.imag(whole(np.concatenate(starts) + 1e-30j * np.concatenate(along))) / 1e-30
+    np.testing.assert_allclose(products.jvp(along[rank]), np.split(expected, size)[rank], rtol=1e-11)
+    pairing = mpiad.mpi_allreduce(np.sum(products.vjp(starts[rank]) * along[rank]))
+    np.testing.assert_allclose(pairing, expected @ np.concatenate(starts), rtol=1e-11)
