@@ -62,5 +62,8 @@ class Concatenation:
         if a == b:
             return spec.zeros()
         # Slicing the whole vector is avoided, since the adjoint would allocate an array.
-        part = anp.reshape(vector if b - a == self._offsets[-1] else vector[a:b], spec.shape)
+        if spec.shape:
+            part = anp.reshape(vector if b - a == self._offsets[-1] else vector[a:b], spec.shape)
+        else:
+            part = vector[a]  # a number, as NumPy's functions return
         return conform(part if spec.arrays == self._device else array_to_host(part), *spec)

@@ -263,9 +263,8 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, problem: Pro
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {error:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
-            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose. If each rank has a copy of u "
-            "instead of a block, average the copies: u = mpi_allreduce(u) / mpi_size(). With comm=, matvec may communicate "
-            "among these ranks only."
+            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose. If each rank has a copy of "
+            "u instead of a block, average the copies: u = mpi_allreduce(u) / mpi_size()."
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
 

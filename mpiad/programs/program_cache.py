@@ -247,6 +247,7 @@ class ProgramCache:
         self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
+        self.asking = ""  # the line at which the function has branched on one, or used it as an index of a plain array
         self.pending: WeakValueDictionary[Any, Interpretation] = WeakValueDictionary()  # runs before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
@@ -305,6 +306,8 @@ class ProgramCache:
         if watch is None or self.traces <= MAX_TRACES:
             return watch
         reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
+        if self.asking:
+            reason += f". {self.asking} branches on an integer, or indexes by it an array that should be an argument"
         self.give_up(key, reason, optional)
         return None
 
@@ -328,6 +331,7 @@ class ProgramCache:
         # If the integer isn't an argument, it may depend on any integer argument.
         asked = [k for k, number in zip(arguments.traced, recorder.inputs) if number == recorder.asked]
         self.asked.update((arguments.form, k) for k in asked or integers)
+        self.asking = str(failure.error).partition(": ")[0]
         return True
 
     def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> Interpretation:

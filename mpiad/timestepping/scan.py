@@ -144,8 +144,10 @@ class _Comparison:
         sizes = iter(fetched(self._sizes))
         for number, observed, precisions in self._deviations:
             differences, scales = np.array([(next(sizes), next(sizes)) for _ in precisions], float).T
-            # The last term: a leaf of zeros may contain rounding errors of the others.
-            allowed = np.sqrt(precisions) * (scales + np.power(precisions, 0.25) * scales.max())
+            # The last term: a leaf of zeros may contain rounding errors of the others. Compression rounds noise to 5e-5,
+            # and steps may compute small values from differences of large ones.
+            others = 2.0 if self._schedule.compress else np.power(precisions, 0.25)
+            allowed = np.sqrt(precisions) * (scales + others * scales.max())
             if np.any(differences > allowed):
                 k, what = int(np.argmax(differences - allowed)), "the observed values" if observed else "the state"
                 raise RuntimeError(
@@ -153,6 +155,8 @@ class _Comparison:
                     f"arguments alone: {what} after step {number} changed by {differences[k]:.1e}, compared with "
                     f"{scales[k]:.1e}, when the gradient repeated the steps. Compute random numbers, times and counts "
                     "before the loop, and pass them as inputs= or params; or omit checkpoints."
+                    + " Or does a step amplify the rounding of compressed checkpoints? Then take dtype='float32'."
+                    * self._schedule.compress
                 )
 
 

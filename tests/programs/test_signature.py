@@ -161,6 +161,18 @@ def test_at_most_so_many_traces(caplog):
     np.testing.assert_array_equal(jitted(np.ones(3)), np.full(3, 2.0))
 
 
+def test_the_line_that_needs_an_integer_is_named():
+    table = np.arange(50.0)
+
+    def entry(x, k):
+        return x * table[k]
+
+    jitted, line = mpiad.jit(entry, strict=True), entry.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError, match=rf"traced 32 times: .* test_signature\.py:{line} in entry branches .* or indexes"):
+        for k in range(50):
+            np.testing.assert_array_equal(jitted(X, k), X * k)
+
+
 def test_a_closure_that_changes_each_time_ends_being_traced(caplog):
     caplog.set_level(logging.WARNING, "mpiad")
     scale = np.ones(5)
