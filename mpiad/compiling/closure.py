@@ -729,6 +729,10 @@ class _WatchReader(FunctionReader):
     def library_object(self, value: object) -> None:
         if not type(value).__module__.startswith(("mpiad", "mpi4py", "autograd")):
             self.read_state(value)
+        for name in getattr(type(value), "attributes_of_programs", ()):
+            part = getattr(value, name)
+            self.slot(value, name, part)
+            self.read(part)
 
     def kind(self, value: object) -> None:
         if (id(value), "") not in self._noted:

@@ -181,6 +181,8 @@ class DistributedMatrix:
     [0.25 0.25]
     """
 
+    attributes_of_programs = ("values",)  # what compiled programs with this object must compare in each call
+
     def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
         self.comm, self._channel = comm, channel(comm, "DistributedMatrix")
         group = self._channel
@@ -619,6 +621,8 @@ class DistributedMatrix:
 
 class Transposed:
     """The transpose of a `DistributedMatrix`, which is its attribute `T`; it has `matvec`, `rmatvec` and `solve`, too."""
+
+    attributes_of_programs = ("T",)
 
     def __init__(self, matrix: DistributedMatrix):
         self.T, self.matvec, self.rmatvec = matrix, matrix.rmatvec, matrix.matvec

@@ -130,7 +130,9 @@ def require_together(call: str, **values: Array) -> None:
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     for name, value in arrays:
         first, other = arrays[0]
-        if arrays_of(value) != arrays_of(other):
+        kinds = arrays_of(value), arrays_of(other)
+        # A compiled program that is traced takes host arrays beside traced ones.
+        if kinds[0] != kinds[1] and not any(kind is not None and kind.takes_host_arrays for kind in kinds):
             one, two = (named(x) if is_device_array(x) else f"{type(x).__name__} on the host" for x in (other, value))
             raise TypeError(
                 f"{call}: {first} and {name} must be on one device, but {first} is {one} and {name} {two}. Copies are "

@@ -282,3 +282,28 @@ def test_products_in_compiled_functions(rank_rng, rank, size):
             *found, compiled_product = mpiad.make_hvp(compiled, argnum)(x, a.values)
             for one, other in zip([*found, compiled_product(direction)], [*expected, product(direction)]):
                 np.testing.assert_allclose(one, other, **CLOSE)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("of", ["matrix", "values", "transpose", "method"])
+def test_matrices_that_compiled_functions_read(of, prepared, rank_rng, rank, size):
+    """Without an ordinary product before, and after a change of the values in place."""
+    case = Case(rank_rng, rank, size)
+    a, x, dense = case.matrix, case.part(case.y, 0), case.whole
+    if prepared:
+        a @ x
+    matvec, transposed = a.matvec, a.T
+    products = {
+        "matrix": lambda x: a @ x,
+        "values": lambda x: a.with_values(2.0 * a.values) @ (0.5 * x),
+        "transpose": lambda x: transposed @ x,
+        "method": lambda x: matvec(x),
+    }
+    compiled = mpiad.jit(products[of], strict=True)
+    expected = case.part((dense.T if of == "transpose" else dense) @ case.y, 0)
+    for factor in (1.0, 1.0, 3.0):
+        a.values[:] = factor * a.values
+        expected = factor * expected
+        np.testing.assert_allclose(compiled(x), expected, **CLOSE)
+        _, tangent = mpiad.jvp(lambda x: anp.sin(compiled(x)), x, x)
+        np.testing.assert_allclose(tangent, np.cos(expected) * expected, **CLOSE)

@@ -303,8 +303,8 @@ class DeferredFailures:
         if not others <= set(self._channel.members):
             raise ValueError(
                 f"{self._call}: {name} communicates with ranks that don't belong to comm={self._channel.user.name!r}, "
-                "whose solves may take another number of iterations, so that ranks would wait for each other forever. Pass the "
-                "communicator of all ranks; the unknowns of a system are the blocks of all its ranks."
+                "whose solves may take another number of iterations, so that ranks would wait for each other forever. Pass "
+                "the communicator of all ranks; the unknowns of a system are the blocks of all its ranks."
             )
 
     def note(self, error: BaseException, seconds: float = LATE) -> None:
