@@ -25,6 +25,7 @@ _NO_ASSIGNMENT = (
 )
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
+_NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
 _NO_DEPOSIT = "mpiad.segment_sum(values, indices, count) adds traced values with the same index."
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
@@ -44,6 +45,7 @@ _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'", _NO_DEPOSIT),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
+    (r"no supported conversion for types: .*O", _NO_SPARSE),
     (
         r"Box' object does(n't| not) support item|__array_ufunc__\(.*out=.*Box|"
         r"only integer scalar arrays can be converted to a scalar index",

@@ -209,9 +209,12 @@ class Recorder:
     def plain_array(self, x: Any, dtype: DTypeLike | None) -> NoReturn:
         """End the trace in failure: a traced array has no plain array."""
         self.require_open()
-        reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
-        by_assignment = reason_of_conversion(sys._getframe(2))
-        self.ask(x, by_assignment or f"{reason} np.concatenate or np.stack of autograd.numpy")
+        reason = (
+            "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray, a.dot(x) of a plain array or of "
+            "a sparse matrix): join them by np.concatenate or np.stack of autograd.numpy; write np.dot(a, x), or "
+            "mpiad.linalg.sparse_matmul"
+        )
+        self.ask(x, reason_of_conversion(sys._getframe(2)) or reason)
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""

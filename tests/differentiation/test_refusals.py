@@ -13,6 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
+from scipy.sparse import csr_matrix
 from scipy.spatial.distance import cdist
 
 import mpiad
@@ -81,6 +82,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
         ValueError,
         "array element with a sequence",
         r"plain NumPy pass mpiad\.stop_gradient",
+    ),
+    "sparse matrix of SciPy": (
+        lambda x: anp.sum(csr_matrix(np.eye(3)).dot(x)),
+        TypeError,
+        "no supported conversion",
+        r"mpiad\.linalg\.sparse_matmul\(A, x\)",
     ),
     "distances of SciPy": (lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0], ValueError, "dtype object", AUTOGRAD),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),

@@ -589,6 +589,7 @@ def slice_of_complex(x):
         (lambda x: x * float(x[0]), "control flow depends on a traced value"),
         (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
         (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),
+        (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (
             mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
             "select returns an array of objects .* in place of lists of traced values write np.where",
