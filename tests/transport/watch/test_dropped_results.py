@@ -106,15 +106,19 @@ def logged(caplog):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("statement", STATEMENTS)
-def test_statements(statement, names, caplog, rank, size):
-    run = compile(statement, "program.py", "exec")
+def test_statements(names, caplog, rank, size):
+    """All in one debug mode, to enter which takes longer than what a statement does."""
     with mpiad.debug.checked(), caplog.at_level(logging.WARNING, "mpiad"):
-        for _ in range(2):  # once per line
-            exec(run, names)
-    found = logged(caplog)
-    assert len(found) == receives(STATEMENTS[statement], rank, size)
-    assert all(f"rank {rank}: the result of " in text and " at program.py:1 is dropped" in text for text in found)
+        for number, (statement, who) in enumerate(STATEMENTS.items()):
+            run = compile(statement, f"program_{number}.py", "exec")
+            given = {**names, "x": names["x"].copy(), "u": names["u"].copy()}  # some write into them
+            caplog.clear()
+            for _ in range(2):  # once per line
+                exec(run, given)
+            found = logged(caplog)
+            assert len(found) == receives(who, rank, size), statement
+            told = f" at program_{number}.py:1 is dropped"
+            assert all(f"rank {rank}: the result of " in text and told in text for text in found), statement
 
 
 @pytest.mark.mpi(min_size=2)
