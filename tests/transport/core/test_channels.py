@@ -188,9 +188,9 @@ def few_numbers_left():
 
 
 def test_freed_communicators_give_their_numbers_back(rank, few_numbers_left):
-    held = [MPI.COMM_SELF.Dup() for _ in range(70)]  # each time takes a while: fewer are left
+    held = [MPI.COMM_SELF.Dup() for _ in range(85)]  # each time takes a while: fewer are left
     # Each takes three; marked ones must not keep theirs either.
-    for k in range(40):
+    for k in range(20):
         sub = MPI.COMM_WORLD.Split(0, rank)
         mpiad.mpi_init(sub)
         if k % 2:
@@ -202,8 +202,8 @@ def test_freed_communicators_give_their_numbers_back(rank, few_numbers_left):
 
 @pytest.mark.unguarded
 def test_the_watch_takes_no_new_numbers_each_time(few_numbers_left, size):
-    held = [MPI.COMM_SELF.Dup() for _ in range(70)]  # each time takes a while: fewer are left
-    for _ in range(40):
+    held = [MPI.COMM_SELF.Dup() for _ in range(85)]  # each time takes a while: fewer are left
+    for _ in range(20):
         with mpiad.debug.checked():
             assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1.0)) == size
     for comm in held:
