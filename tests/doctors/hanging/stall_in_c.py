@@ -1,5 +1,5 @@
 # A rank spends its time in a function in C, which keeps Python's lock.
-# environment: MPIAD_TIMEOUT=4
+# environment: MPIAD_TIMEOUT=2
 # arguments: -m mpiad.watch
 # says: 1 +computes +a function that keeps Python's lock +{stalls}
 # says: waits [0-9.]+ s +Barrier\(\) +{here} +rank 1
