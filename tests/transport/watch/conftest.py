@@ -13,6 +13,14 @@ from mpiad.transport.watch import switch, watch_settings
 NEVER_REACHED = 40.0  # seconds, before the test's own limit; ranks may be late by a second on a busy machine
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_watch() -> Iterator[None]:
+    """A debug mode around the tests of a file: each test's own has fewer communicators to prepare, which takes most of its time."""
+    with mpiad.debug.checked(timeout=NEVER_REACHED):
+        yield
+        mpiad.mpi_barrier()
+
+
 @pytest.fixture(autouse=True)
 def watch() -> Iterator[None]:
     """Compare the ranks' operations, with a deadline for waits that end."""
