@@ -77,6 +77,7 @@ def backward(modes, shape, real, norm, axes):
     return scipy.fft.ifftn(modes, axes=negative, norm=norm)
 
 
+@pytest.mark.few(48)
 @by_both
 @each_norm
 @each_kind
@@ -149,6 +150,7 @@ def transposes(fft, real, axes):
     return of_forward, of_backward
 
 
+@pytest.mark.few(24)
 @by_both
 @each_kind
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (0,)], ids=str)
@@ -167,6 +169,7 @@ def test_adjoints_are_the_dense_transposes(rank_rng, lengths, axes, real):
     np.testing.assert_allclose(found, of_backward(u)[fft.owned_spectral], 1e-12, 1e-12)
 
 
+@pytest.mark.few(24)
 @by_both
 @each_kind
 @pytest.mark.parametrize("padding", [None, 1.5])
@@ -225,6 +228,7 @@ def resampled(u, lengths, axes):
     return u
 
 
+@pytest.mark.few(12)
 @each_norm
 @each_kind
 @pytest.mark.parametrize(
