@@ -1,5 +1,7 @@
 """A wave that is driven by sources: as a distributed loop of equal steps, and as a dense matrix made by NumPy alone."""
 
+from functools import lru_cache
+
 import numpy as np
 from elliptic_matrix import elliptic_matrix
 
@@ -25,17 +27,23 @@ def following(u, before, p, m):
     return 1.9 * u - 0.9 * before + 0.2 * laplacian(p) + m + 0.05
 
 
-def distributed(points, domain, interval=INTERVAL):
-    """Return the arguments of `ShiftInvariantMap` on this rank."""
+@lru_cache(maxsize=1)  # so that several maps of one domain have one program
+def step_on(domain):
+    """Return the jitted step of the wave on this rank."""
 
     @mpiad.jit
     def step(state, k, m):
         u, before = state
         return following(u, before, domain.exchange(u, "zero", corners=False), m), u
 
+    return step
+
+
+def distributed(points, domain, interval=INTERVAL):
+    """Return the arguments of `ShiftInvariantMap` on this rank."""
     u, before = (field[domain.owned] for field in start())
     return (
-        step,
+        step_on(domain),
         lambda state: domain.interpolate(state[0], points.astype(float)),
         (u, before),
         np.zeros(domain.local_shape),
