@@ -89,7 +89,7 @@ def test_conjugate_posterior(method):
     dense = np.linalg.inv(operator.T @ operator + prior.precision)
     mean = prior.mean + dense @ operator.T @ (data - operator @ prior.mean)
     posterior = laplace_approximation(lambda v: operator.T @ (operator @ v), mean, prior, 3)
-    count = {"pcn": 3000, "mala": 1600}.get(method, 800)
+    count = {"pcn": 1500, "mala": 1200}.get(method, 400)
     result = sample(
         lambda m: 0.5 * anp.sum((anp.dot(operator, m) - data) ** 2), prior, method=method, n_samples=count, rng=1,
         posterior=posterior, quantities=lambda m: m,
