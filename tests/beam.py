@@ -49,12 +49,18 @@ class Beam:
         self._force[1] = -1.0
         distance = np.hypot(columns[:, None] - columns, rows[:, None] - rows)
         weights = np.maximum(radius - distance, 0.0)
+        self._last: tuple[np.ndarray, tuple[float, np.ndarray]] | None = None
         self.filter = weights / weights.sum(axis=1, keepdims=True)
         self.compliance: Any = primitive(lambda density: self.with_gradient(density)[0])
         defvjp(self.compliance, lambda _, density: lambda cotangent: cotangent * self.with_gradient(density)[1])
 
     def with_gradient(self, density: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the compliance of physical densities, and its gradient."""
+        """Return the compliance of physical densities, and its gradient; those of the last densities are kept."""
+        if self._last is None or not np.array_equal(self._last[0], density):
+            self._last = density.copy(), self._solved(density)
+        return self._last[1]
+
+    def _solved(self, density: np.ndarray) -> tuple[float, np.ndarray]:
         modulus = _WEAK + density**3 * (1.0 - _WEAK)
         entries = (modulus[:, None, None] * self._stiffness).ravel()
         pairs = np.repeat(self._unknowns, 8, axis=1).ravel(), np.tile(self._unknowns, (1, 8)).ravel()
