@@ -15,7 +15,7 @@ NEVER_REACHED = 40.0  # seconds, before the test's own limit; ranks may be late 
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_watch() -> Iterator[None]:
-    """A debug mode around the tests of a file: each test's own has fewer communicators to prepare, which takes most of its time."""
+    """A debug mode around the tests of a file: those of the tests need not prepare all communicators, which takes long."""
     with mpiad.debug.checked(timeout=NEVER_REACHED):
         yield
         mpiad.mpi_barrier()
