@@ -85,7 +85,8 @@ def test_values_kept_of_an_interrupted_trace_are_constants():
     np.testing.assert_allclose(found, np.sin(MINE), rtol=1e-14)
 
 
-def test_interrupts_before_lines_leave_nothing():
+def test_interrupts_before_lines_leave_nothing(request):
     """Some of those of `python tests/interrupts.py`, which interrupts every line of what traces, replays and solves."""
     number, programs = (60, interrupts.PROGRAMS) if WORLD.size == 1 else (24, interrupts.PROGRAMS[:9])
+    number //= 1 if request.config.getoption("thorough") else 2
     assert len(interrupts.campaign(number, 7, programs)) == number
