@@ -411,6 +411,7 @@ def test_no_steps_return_the_state():
     assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jitted"])
 @pytest.mark.parametrize("checkpoints", [1, 2, 5, CheckpointSchedule(2, recorded=3)], ids=str)
 def test_tangents_of_gradients(checkpoints, jitted, rank, size):

@@ -90,7 +90,7 @@ def norms():
             yield shape, order, axis
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [float, complex])
 @pytest.mark.parametrize("power", [1, 2])
@@ -161,15 +161,19 @@ def one_of(count, cases):
     return chosen
 
 
+@pytest.fixture
+def some(request):
+    """`some(cases)`: one of two with `--thorough`, and else one of six."""
+    return lambda cases: one_of(2 if request.config.getoption("thorough") else 6, cases)
+
+
 def accepted(case):
     return derivative_sweep.outcomes(case, modes=0) is not None
 
 
-def test_functions_with_all_derivatives():
+def test_functions_with_all_derivatives(some):
     shapes = (3,), (2, 3)
-    table = derivative_sweep.run(
-        one_of(2, [case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW])
-    )
+    table = derivative_sweep.run(some([case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW]))
     assert derivative_sweep.wrong(table) == [] and table.keys() == set(NEW)
     refused = ("np.trapezoid(x, np.array([0.1, 0.5]), axis=0)",)  # two points for three values
     for name, row in table.items():
@@ -331,9 +335,9 @@ def test_every_attribute_of_arrays_is_on_the_page():
 
 @pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])
 @pytest.mark.limit(300)
-def test_methods_and_operators(text):
+def test_methods_and_operators(text, some):
     shapes = (), (3,), (2, 3)
-    table = derivative_sweep.run(one_of(2, derivative_sweep.method_cases(getattr(derivative_sweep, text), shapes)))
+    table = derivative_sweep.run(some(derivative_sweep.method_cases(getattr(derivative_sweep, text), shapes)))
     assert derivative_sweep.wrong(table) == []
     assert all(outcome == "right" for row in table.values() for found in row.values() for outcome, _ in found)
     assert table.keys() == derivative_sweep.calls_by_name(getattr(derivative_sweep, text)).keys()
@@ -342,8 +346,8 @@ def test_methods_and_operators(text):
 @pytest.mark.interpreted  # compiled functions are among the outcomes
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])
-def test_linearized_and_compiled_methods(text):
-    for case in one_of(2, derivative_sweep.method_cases(getattr(derivative_sweep, text), ((), (2, 3)))):
+def test_linearized_and_compiled_methods(text, some):
+    for case in some(derivative_sweep.method_cases(getattr(derivative_sweep, text), ((), (2, 3)))):
         others = ("__pos__", "copy", "real") if not case.shape else ("conj", "copy", "dot", "imag", "real")
         chosen = case.name in others or case.shape and case.kind == "real"
         if chosen and derivative_sweep.outcomes(case, modes=1) is not None:
@@ -414,11 +418,11 @@ def test_table_of_the_reference():
     assert derivative_sweep.against_page(table) == []
 
 
-def test_all_other_functions_are_refused_by_name():
+def test_all_other_functions_are_refused_by_name(some):
     tested = {case.name for case in derivative_sweep.cases()}
     text = derivative_sweep.PAGE.read_text()
     assert tested == derivative_sweep.rows_of_page().keys()
-    table = derivative_sweep.run(derivative_sweep.cases_without_a_rule(((3,), (2, 3)), tested))
+    table = derivative_sweep.run(some(derivative_sweep.cases_without_a_rule(((3,), (2, 3)), tested)))
     assert derivative_sweep.wrong(table) == []
     for name, row in table.items():
         assert f"`{name}`" in text.partition("## Functions without a derivative")[2]
