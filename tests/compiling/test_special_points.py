@@ -21,8 +21,8 @@ from mpiad.compiling.source import lines
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 
-pytestmark = [
-    pytest.mark.serial, pytest.mark.limit(240), pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+pytestmark = [pytest.mark.serial, pytest.mark.limit(240),  # in one line with the name: no other ranks import the file
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Output seems independent"),  # of steps as floor
 ]  # fmt: skip
 
