@@ -57,7 +57,7 @@ def test_hundreds_of_gradients_do_not_grow_the_memory(no_collector, rank, size):
     """Every twentieth is interrupted between a send and its receive, and may not keep an array either."""
     x = np.linspace(-1.0, 1.0, LENGTH) + rank
     gradient = mpiad.grad(program)
-    steps = 200
+    steps = 400 if size <= 2 else 200  # ranks that share two cores take as long for these
     settled = steps // 5
     for step in range(steps):
         if step == settled:
