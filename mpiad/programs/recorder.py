@@ -105,9 +105,9 @@ _COMPILED_PACKAGES = ("", "domain", "linalg", "redistribution")
 _UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(
-    """DistributedFFT.backward DistributedFFT.forward DistributedMatrix.matvec DistributedMatrix.rmatvec Domain.begin_exchange GhostExchange.accumulate
-    GhostExchange.begin_fetch GhostExchange.fetch value_and_grad grad make_vjp make_jvp jvp hvp
-    parallel.value_and_grad""".split()
+    """DistributedFFT.backward DistributedFFT.forward DistributedMatrix.matvec DistributedMatrix.rmatvec
+    Domain.begin_exchange GhostExchange.accumulate GhostExchange.begin_fetch GhostExchange.fetch value_and_grad grad
+    make_vjp make_jvp jvp hvp parallel.value_and_grad""".split()
 )
 
 

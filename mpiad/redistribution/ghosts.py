@@ -33,7 +33,7 @@ from mpiad.transport.core.agreement import raise_together, raising_together
 from mpiad.transport.core.buffers import require_sendable
 from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.messages import exchange
-from mpiad.transport.core.tracing import once, restoring_state
+from mpiad.transport.core.tracing import checked_on_replay, once, restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, empty_like
 
 _TAG = 32741  # below 32767, the largest tag that every MPI supports
@@ -252,13 +252,15 @@ class GhostExchange:
             check()
         except (TypeError, ValueError) as found:
             error = found
-        if error is not None or not self._agreed or is_watched():
-            once(self._agree, channel(self.comm, call, collective=False), x, axis, call, error)
+        if not self._agreed or error is not None or is_watched():
+            spec = Spec((0,), np.dtype(float)) if error else spec_like(x)._replace(arrays=None)
+            # Compiled programs compare in each call, as other ranks do, which may be interpreted, or not at all.
+            run = checked_on_replay if error is None and is_watched() else once
+            run(self._agree, channel(self.comm, call, collective=False), spec, axis % len(spec.shape), call, error)
 
-    def _agree(self, channel: Channel, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
+    def _agree(self, channel: Channel, spec: Spec, axis: int, call: str, error: Exception | None) -> None:
         if not self._agreed or getattr(channel.data, "agreement", None) is not None:
-            spec = Spec((0,), np.dtype(float)) if error else spec_like(x)
-            collectives.lengths_of_all(channel, spec, axis % len(spec.shape), call, error)
+            collectives.lengths_of_all(channel, spec, axis, call, error)
             self._agreed = True
         elif error is not None:
             raise error

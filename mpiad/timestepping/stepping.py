@@ -178,9 +178,7 @@ class UserStepping:
         if count not in self._programs:
             observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             key = observed, self._has_inputs, count, self._form_of_leaves
-            make = partial(
-                _steps, step.jitted.fun, observed, self._has_inputs, count, self._build_leaves, self._specs, self._names
-            )
+            make = partial(_steps, step.jitted.fun, observed, self._has_inputs, count, self._build_leaves, self._names)
             self._programs[count] = step.jitted.derived(key, make, True, calls=count)
         return self._programs[count]
 
@@ -413,9 +411,8 @@ def _state_itself(state: Tree, number: int, *params: Tree) -> Tree:
 
 
 def _steps(
-    advance: Function, observe: Function | None, has_inputs: bool, count: int, build: Callable, specs: list[Spec],
-    names: list[str],
-) -> Function:  # fmt: skip
+    advance: Function, observe: Function | None, has_inputs: bool, count: int, build: Callable, names: list[str]
+) -> Function:
     """Return the function of the first number and all leaves that runs `count` steps.
 
     The observed values get an additional first axis; states that Python observes are separate arrays.
@@ -424,7 +421,8 @@ def _steps(
     def steps(first: int, *leaves: Array) -> tuple[list[Array], Any]:
         variables, variables_of_observe, state, inputs, params = build(leaves)
         entries, build_input = flatten(inputs) if has_inputs else ([], list)
-        observed = []
+        # Of this call: a later loop of the same function may have a state of other shapes and dtypes.
+        specs, observed = [_spec(leaf) for leaf in flatten(state)[0]], []
         for k in range(count):
             entry = (build_input([leaf[k] for leaf in entries]),) if has_inputs else ()
             state = advance(*variables, state, first + k, *entry, *params)

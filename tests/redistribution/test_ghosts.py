@@ -214,6 +214,25 @@ def test_in_debug_mode(rngs, size):
         check(ghosts.fetch, case.program(), arrays(rngs, case.program().in_shapes), rngs)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_compiled_in_debug_mode(prepared, rank, size):
+    """Also beside ranks that interpret: all compare their arrays in each call. Entry k is on the rank k // 2."""
+    ghosts = mpiad.GhostExchange([2 * ((rank + 1) % size)], (2 * rank, 2 * rank + 2))
+
+    def fun(x):
+        return ghosts.accumulate(anp.sin(ghosts.fetch(x))) * x
+
+    with checked():
+        if prepared:
+            ghosts.fetch(np.ones(2))
+        compiled = mpiad.jit(fun, strict=True) if rank == 0 else fun
+        for k in range(3):
+            x = np.array([0.3 + k + rank, 2.0])
+            value, gradient = mpiad.value_and_grad(lambda x: anp.sum(compiled(x)), objective="sum")(x)
+            np.testing.assert_allclose(value, sum(np.sin(0.3 + k + r) * (0.3 + k + r) for r in range(size)), rtol=1e-13)
+            np.testing.assert_allclose(gradient, [np.sin(x[0]) + x[0] * np.cos(x[0]), 0.0], rtol=1e-13)
+
+
 # ---- Errors, of one rank, on all ranks
 
 

@@ -410,3 +410,34 @@ def test_loops_that_only_forward_mode_has_run_have_several_steps_in_a_program(le
     for _ in range(STEPS):
         u, du = np.sin(u) * 0.9, np.cos(u) * du * 0.9 + np.sin(u)
     np.testing.assert_allclose(tangent, du, rtol=1e-13)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 3])
+@pytest.mark.parametrize("around", [False, True])
+def test_loops_of_one_step_with_states_of_other_shapes_and_dtypes(around, checkpoints, rank):
+    jitted = mpiad.jit(lambda u, k, c: (c * u + mpiad.mpi_allreduce(anp.sum(u)) / 8).astype(u.dtype))
+    step = (lambda u, k, c: jitted(u, k, 0.5 * c)) if around else jitted
+
+    def whole(c, us):
+        for _ in range(6):
+            us = [(0.5 * c if around else c) * u + sum(map(np.sum, us)) / 8 for u in us]
+        return sum(np.sum(u**2) for u in us)
+
+    for dtype, n, tolerance in ((float, 2, 1e-13), (float, 3, 1e-13), (np.float32, 3, 1e-5), (float, 2, 1e-13)):
+        starts = [np.linspace(1.0, 2.0, n + k).astype(dtype) for k in range(MPI.COMM_WORLD.size)]
+
+        def loss(c, start=starts[rank]):
+            return mpiad.mpi_allreduce(anp.sum(scan(step, start, 6, c, checkpoints=checkpoints) ** 2))
+
+        value, gradient = mpiad.value_and_grad(loss, shared=True)(0.9)
+        exact = [start.astype(float) for start in starts]
+        np.testing.assert_allclose(value, whole(0.9, exact), rtol=tolerance)
+        np.testing.assert_allclose(gradient, whole(0.9 + 1e-30j, exact).imag / 1e-30, rtol=tolerance)
+
+
+def test_steps_that_change_the_shape_are_refused_in_each_call():
+    step = mpiad.jit(lambda u, k: 0.5 * u * np.ones(3))
+    scan(step, np.ones(3), 2)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"shape \(1,\), but step 0 returned .* shape \(3,\)"):
+            scan(step, np.ones(1), 2)
