@@ -452,7 +452,8 @@ def _chains(code: CodeType) -> list[_Chain]:
     chains: list[tuple[str, Any, list[str]]] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
-            raise Unknown
+            statement = "an import statement" if instruction.opname == "IMPORT_NAME" else "the definition of a class"
+            raise Unknown(f"{statement} in {code.co_name}, which should stand outside of the function")
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chains[-1][2].append(instruction.argval)
         elif (pair := _PAIR.fullmatch(instruction.opname)) and isinstance(instruction.argval, tuple):

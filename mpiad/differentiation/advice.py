@@ -54,9 +54,9 @@ _ADVICE = (
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
     (r"dtype\('O'\) with shape", f"{_NO_PLAIN_NUMPY} Of lists with traced values make arrays by np.array."),
     (
-        r"(loop of ufunc|__array_ufunc__).*Box|(number|integers or slices), not '?\w*Box|Box' object cannot be interpreted|"
-        r"Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|object arrays are not supported|"
-        r"not supported for the input types",
+        r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
+        r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
+        r"object arrays are not supported|not supported for the input types",
         _NO_PLAIN_NUMPY,
     ),
 )

@@ -91,6 +91,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     ),
     "distances of SciPy": (lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0], ValueError, "dtype object", AUTOGRAD),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),
+    "ufunc of objects of several kinds": (
+        lambda x: np.sum(np.sqrt(np.where(x > 1.5, x, 1.0))),
+        TypeError,
+        "float which has no callable sqrt method",
+        AUTOGRAD,
+    ),
     "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
     "not supported": (lambda x: np.abs(np.fft.fft(x)).sum(), TypeError, "'fft' not supported", AUTOGRAD),
     "math": (lambda x: math.sin(x[0]), TypeError, "must be real number", AUTOGRAD),

@@ -565,6 +565,12 @@ def entry(x):
     return b
 
 
+def importing(x):
+    from math import pi
+
+    return pi * x
+
+
 class Recalling:
     def total(self, x):
         self.last = 2 * x
@@ -594,6 +600,7 @@ def slice_of_complex(x):
             mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
             "select returns an array of objects .* in place of lists of traced values write np.where",
         ),
+        (importing, "an import statement in importing, which should stand outside of the function"),
         (Recalling().total, r"Recalling.total: it assigns self.last, whose value it should return instead"),
     ],
 )
