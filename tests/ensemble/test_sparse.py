@@ -33,7 +33,7 @@ from mpiad.ensemble.sparse_lu import Banded, StepMatrices
 from mpiad.ensemble.sparsity import groups_of
 
 WORLD = MPI.COMM_WORLD
-D = 48
+D = 40
 TIGHT, LOOSE = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-4, "atol": 1e-6}
 P = np.array([[0.3, 5.0], [0.2, 4.0], [0.5, 7.0]])
 
@@ -41,7 +41,7 @@ P = np.array([[0.3, 5.0], [0.2, 4.0], [0.5, 7.0]])
 def fisher(u, p, t):
     """Return a reaction and diffusion in one dimension with a source that depends on time: a tridiagonal Jacobian."""
     left, right = anp.concatenate([u[:1], u[:-1]]), anp.concatenate([u[1:], u[-1:]])
-    return 300 * p[0] * (left - 2 * u + right) + p[1] * u * (1 - u) + anp.sin(3 * t)
+    return 60 * p[0] * (left - 2 * u + right) + p[1] * u * (1 - u) + anp.sin(3 * t)
 
 
 def coupled(matrix, u, p, t):
@@ -159,7 +159,7 @@ def test_a_state_that_is_a_matrix():
         around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
         return 50 * p[0] * (around - 4 * u) + u * (1 - u)
 
-    problem = ODEProblem(spread, np.ones((7, 7)), (0.0, 0.2), [1.0], jac_sparsity=np.ones((49, 49)))
+    problem = ODEProblem(spread, np.ones((7, 7)), (0.0, 0.05), [1.0], jac_sparsity=np.ones((49, 49)))
     sol = solve(problem, Rodas5P(), **TIGHT)
     np.testing.assert_allclose(sol.u_end, solve(problem, Vern7(), **TIGHT).u_end, atol=1e-8)
 
@@ -208,14 +208,14 @@ def test_events_and_single_precision():
 
 @pytest.mark.serial
 def test_patterns_for_an_f_that_cannot_be_traced():
-    expected = solve(ensemble(fisher), Rodas5P(), **TIGHT).u_end
+    expected = solve(ensemble(fisher), Rodas5P(), **LOOSE).u_end
     for pattern in (BAND, BAND.toarray(), BAND.toarray() + np.eye(D, k=5)):
-        sol = solve(ensemble(partial(untraced, fisher), jac_sparsity=pattern), Rodas5P(), **TIGHT)
+        sol = solve(ensemble(partial(untraced, fisher), jac_sparsity=pattern), Rodas5P(), **LOOSE)
         np.testing.assert_allclose(sol.u_end, expected, rtol=1e-10)
     # NaN times a zero of the matrix reaches all components, but the entries aren't missing.
     matrix = MATRICES["blocks"]
-    sol = solve(ensemble(partial(untraced, partial(coupled, matrix)), jac_sparsity=matrix), Rodas5P(), **TIGHT)
-    np.testing.assert_allclose(sol.u_end, solve(ensemble(SYSTEMS["blocks"]), Rodas5P(), **TIGHT).u_end, rtol=1e-10)
+    sol = solve(ensemble(partial(untraced, partial(coupled, matrix)), jac_sparsity=matrix), Rodas5P(), **LOOSE)
+    np.testing.assert_allclose(sol.u_end, solve(ensemble(SYSTEMS["blocks"]), Rodas5P(), **LOOSE).u_end, rtol=1e-10)
 
 
 def hidden(u, p, t):
@@ -262,7 +262,7 @@ def test_invalid_patterns():
 def test_a_trajectory_without_a_solution_fails_alone(compile):
     p = P.copy()
     p[1, 0] = np.inf
-    expected, found = (solve(remake(ensemble(fisher), p=x), Rodas5P(), compile=compile, **TIGHT) for x in (P, p))
+    expected, found = (solve(remake(ensemble(fisher), p=x), Rodas5P(), compile=compile, **LOOSE) for x in (P, p))
     assert found.retcode.tolist() == ["Success", "Unstable", "Success"]
     assert found.u_end[[0, 2]].tobytes() == expected.u_end[[0, 2]].tobytes()
 
@@ -327,7 +327,7 @@ def test_a_singular_steady_state():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_ranks_agree(compile):
-    problem, options = ensemble(fisher), TIGHT | {"compile": compile}
+    problem, options = ensemble(fisher), LOOSE | {"compile": compile}
 
     def squares(p, backend):
         return anp.sum(solve(remake(problem, p=p), Rodas5P(), backend, **options).u_end ** 2)
