@@ -142,7 +142,8 @@ def test_codes_of_those_that_have_none(caplog):
 def test_a_circle_of_steady_states_is_approached_by_a_solve(tspan, alg, mpi):
     """Nothing linear is conserved: the steady state has the direction of the start."""
     circle = ODEProblem(lambda u, p, t: [-p[0] * x * (u[0] ** 2 + u[1] ** 2 - p[1] ** 2) for x in u], [0.3, 0.4], tspan)
-    u0, p = np.array([[0.3, 0.4], [3.0, -4.0], [0.1, 0.5]]), np.array([[1.0, 2.0], [0.7, 1.0], [2.0, 0.5]])
+    # All at the same rate, p[0] p[1]².
+    u0, p = np.array([[0.9, 1.2], [0.9, -1.2], [0.1, 0.5]]), np.array([[1.0, 2.0], [4.0, 1.0], [16.0, 0.5]])
     way, weight = EnsembleMPI() if mpi else EnsembleVectorized(), np.arange(1.0, 7.0).reshape(3, 2)
     found = lambda u0, p: steady_state(EnsembleProblem(circle, u0=u0, p=p), alg, way).u  # noqa: E731
     exact = lambda u0, p: p[:, 1:] * u0 / anp.sqrt(anp.sum(u0**2, axis=1, keepdims=True))  # noqa: E731
