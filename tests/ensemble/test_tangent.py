@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import autograd
 import autograd.numpy as anp
@@ -18,7 +18,7 @@ from mpiad.ensemble import BS3, RK4, RK45, EnsembleProblem, Event, ODEProblem, R
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
 
-TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+TIGHT = {"rtol": 1e-5, "atol": 1e-8}
 SAVED = [0.0, 0.13, 0.13, 0.3, 0.31, 0.42, 0.5]
 
 
@@ -91,15 +91,16 @@ def test_products_with_the_hessian(chosen):
 
 
 def test_second_derivatives_by_hand():
-    u0, rho = np.array([1.0, 0.5, 0.2]), np.array([15.0])
-    times = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), save_everystep=True, **TIGHT).t
+    u0, rho, tolerances = np.array([1.0, 0.5, 0.2]), np.array([15.0]), {"rtol": 1e-3, "atol": 1e-6}
+    times = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), save_everystep=True, **tolerances).t
+    assert len(times) > 5
 
     def by_hand(rho):
         saved, end = unrolled(lorenz, u0, rho, times, SAVED)
         return sum(anp.sum(u**2) for u in saved) + anp.sum(end)
 
     def loss(rho):
-        sol = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), saveat=SAVED, **TIGHT)
+        sol = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), saveat=SAVED, **tolerances)
         return anp.sum(sol.u**2) + anp.sum(sol.u_end)
 
     expected = autograd.grad(lambda rho: autograd.grad(by_hand)(rho)[0])(rho)
@@ -115,7 +116,8 @@ def test_second_derivatives_by_hand():
 
 def test_third_derivative():
     def loss(p):
-        return solve(ODEProblem(lambda u, p, t: [-p[0] * u[0] ** 2], [1.0], (0.0, 1.0), p), rtol=1e-10, atol=1e-12).u_end[0]
+        problem = ODEProblem(lambda u, p, t: [-p[0] * u[0] ** 2], [1.0], (0.0, 1.0), p)
+        return solve(problem, Vern7(), rtol=1e-9, atol=1e-11).u_end[0]
 
     def derivative(fun):
         return lambda p: mpiad.grad(fun)(p)[0]
@@ -228,14 +230,31 @@ def dosed(u0, p, doses):
 
 
 CASES = {alg.__name__: (alg(), False) for alg in FINE} | {"at the start": (Tsit5(), True)}
+DOSED, TOWARDS = ({"u0": draws(3, 3, seed=k), "p": draws(3, 3, seed=k + 1)} for k in (0, 2))
+
+
+def doses_of(start):
+    return DOSES if not start else [*DOSES, ([0.0, 0.3], DOSES[1][1])]
+
+
+@cache
+def along_by_scipy(start):
+    """Return the derivatives of the states along TOWARDS, and with respect to each parameter."""
+
+    def along(v):
+        rows = zip(DOSED["u0"], DOSED["p"], v["u0"], v["p"])
+        doses = doses_of(start)
+        return np.array([dosed(u + 1e-30j * du, p + 1e-30j * dp, doses).imag / 1e-30 for u, p, du, dp in rows])
+
+    units = [along({"u0": np.zeros((3, 3)), "p": np.tile(unit, (3, 1))}) for unit in np.eye(3)]
+    return along(TOWARDS), units
 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("alg, start", CASES.values(), ids=CASES)
 def test_tangents_through_doses(alg, start, monkeypatch):
-    doses = DOSES if not start else [*DOSES, ([0.0, 0.3], DOSES[1][1])]
-    events = tuple(Event(times=times, affect=affect) for times, affect in doses)
-    x, v = {"u0": draws(3, 3), "p": draws(3, 3, seed=1)}, {"u0": draws(3, 3, seed=2), "p": draws(3, 3, seed=3)}
+    events = tuple(Event(times=times, affect=affect) for times, affect in doses_of(start))
+    x, v = DOSED, TOWARDS
 
     def states(x, saved=True):
         ensemble = EnsembleProblem(ODEProblem(lorenz_of_three, np.ones(3), (0.0, 0.5), np.ones(3)), **x)
@@ -243,12 +262,7 @@ def test_tangents_through_doses(alg, start, monkeypatch):
         sol = solve(ensemble, alg, events=events, compile=True, **FINE[type(alg)], **more)
         return sol.u if saved else sol.u_end
 
-    def along(x, v):
-        rows = zip(x["u0"], x["p"], v["u0"], v["p"])
-        return np.array([dosed(u + 1e-30j * du, p + 1e-30j * dp, doses).imag / 1e-30 for u, p, du, dp in rows])
-
-    expected = along(x, v)
-    units = [along(x, {"u0": np.zeros((3, 3)), "p": np.tile(unit, (3, 1))}) for unit in np.eye(3)]
+    expected, units = along_by_scipy(start)
     if not start:  # the forward kernel propagates the tangents
         monkeypatch.setattr("mpiad.ensemble.compiled.kernel_solver.Solver.recorded", None)
     close = partial(np.testing.assert_allclose, rtol=2e-7, atol=2e-7 * np.abs(expected).max())
