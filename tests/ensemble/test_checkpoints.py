@@ -12,7 +12,7 @@ from mpiad.ensemble import EnsembleProblem, EnsembleSerial, EnsembleVectorized, 
 
 pytestmark = pytest.mark.serial
 
-TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+COARSE = {"rtol": 1e-4, "atol": 1e-7}
 RHO = np.linspace(0, 21, 40)[:, None]
 U0 = np.random.default_rng(0).uniform(0.5, 1.5, (40, 3))
 
@@ -46,7 +46,7 @@ def test_gradients_are_the_same(every, ends):
 def test_few_columns_and_backends(rows):
     def one(p, **more):
         return anp.sum(
-            solve(EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0)), u0=U0[rows], p=p), **TIGHT, **more).u_end ** 2
+            solve(EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0)), u0=U0[rows], p=p), **COARSE, **more).u_end ** 2
         )
 
     expected = mpiad.grad(one)(RHO[rows])
@@ -59,7 +59,7 @@ def test_few_columns_and_backends(rows):
 def test_events_failures_and_second_derivatives():
     def total(p, every):
         ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * u[0] ** 2], [1.0], (0.0, 1.0)), p=p)
-        sol = solve(ensemble, checkpoints=every, events=Event(lambda u, p, t: u[0] - 3 * p[1]), **TIGHT)
+        sol = solve(ensemble, checkpoints=every, events=Event(lambda u, p, t: u[0] - 3 * p[1]), **COARSE)
         return anp.sum(anp.where(sol.survivors, anp.sin(sol.u_end[:, 0]) + sol.t_reached, 0.0))
 
     p = np.array([[0.5, 2.0], [1.5, 1.0], [2.0, -1.0], [0.9, 0.7]])
@@ -78,7 +78,7 @@ def test_fewer_states_are_kept():
 def test_matrix_states():
     def one(w, **more):
         problem = ODEProblem(lambda u, p, t: anp.dot(p, anp.tanh(u)) - u, U0[:2], (0.0, 2.0), w)
-        sol = solve(problem, saveat=0.7, **TIGHT, **more)
+        sol = solve(problem, saveat=0.7, **COARSE, **more)
         return anp.sum(sol.u**2)
 
     w = U0[:2, :2]

@@ -27,7 +27,7 @@ from mpiad.ensemble.field_jacobian import field_program
 
 pytestmark = pytest.mark.serial
 
-TIGHT = {"rtol": 1e-6, "atol": 1e-9, "compile": False}
+COARSE = {"rtol": 1e-4, "atol": 1e-7, "compile": False}
 RHO = np.linspace(0, 21, 600)[:, None]
 U0 = np.random.default_rng(0).uniform(0.5, 1.5, (600, 3))
 WAYS = pytest.mark.parametrize("way", ["tangent", "adjoint"])
@@ -35,7 +35,7 @@ WAYS = pytest.mark.parametrize("way", ["tangent", "adjoint"])
 
 def loss(u0, p, f=lorenz, backend=None, saveat=0.2, **more):
     ensemble = EnsembleProblem(ODEProblem(f, u0[0], (0.0, 1.0)), u0=u0, p=p)
-    sol = solve(ensemble, ensemblealg=backend or EnsembleVectorized(), saveat=saveat, **TIGHT, **more)
+    sol = solve(ensemble, ensemblealg=backend or EnsembleVectorized(), saveat=saveat, **COARSE, **more)
     return anp.sum(anp.sin(sol.u)) + anp.sum(sol.u_end**2)
 
 
@@ -88,7 +88,7 @@ def test_f_with_many_parameters_has_a_program_but_a_network_has_none(shared, mon
 def test_shared_parameters_both_ways():
     def shared(p, way):
         ensemble = EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0), p), u0=U0[:9])
-        return anp.sum(solve(ensemble, gradient=way, **TIGHT).u_end ** 2)
+        return anp.sum(solve(ensemble, gradient=way, **COARSE).u_end ** 2)
 
     one, other = (mpiad.grad(shared)(np.array([5.0]), way) for way in ("tangent", "adjoint"))
     np.testing.assert_allclose(one, other, rtol=1e-12)
@@ -98,7 +98,7 @@ def test_shared_parameters_both_ways():
 def test_shared_parameters_in_several_blocks(way, monkeypatch):
     def shared(p, rows=slice(0, 9)):
         ensemble = EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0), p), u0=U0[rows])
-        return anp.sum(solve(ensemble, gradient=way, **TIGHT).u_end ** 2)
+        return anp.sum(solve(ensemble, gradient=way, **COARSE).u_end ** 2)
 
     p = np.array([5.0])
     expected = sum(mpiad.grad(lambda p, k=k: shared(p, slice(k, k + 1)))(p) for k in range(9))
@@ -196,7 +196,7 @@ def test_failed_trajectories_drop_out(way, caplog):
 
     def total(theta, rows):
         ensemble = EnsembleProblem(ODEProblem(explosive, u0[0], (0.0, 1.5), theta), u0=theta * u0[rows])
-        sol = solve(ensemble, saveat=[0.01, 0.7, 1.5], gradient=way, **TIGHT)
+        sol = solve(ensemble, saveat=[0.01, 0.7, 1.5], gradient=way, **COARSE)
         # The cotangents of failed trajectories are NaN here.
         return anp.sum(sol.u**2) + anp.sum(anp.sqrt(anp.where(sol.survivors[:, None], 1.0, -1.0)) * sol.u_end)
 
@@ -221,10 +221,10 @@ def test_batches_outputs_and_statistics_are_traced():
 
     def by(p, fun, **more):
         changed = remake(ensemble, p=p, **more)
-        return fun(solve(changed, saveat=0.25, batch_size=3, **TIGHT))
+        return fun(solve(changed, saveat=0.25, batch_size=3, **COARSE))
 
     def expected(p, fun):
-        return fun(solve(remake(ensemble, p=p), saveat=0.25, **TIGHT).u)
+        return fun(solve(remake(ensemble, p=p), saveat=0.25, **COARSE).u)
 
     pairs = [
         (lambda sol: anp.sum(sol.u**3), lambda u: anp.sum(u**3), {}),

@@ -30,7 +30,7 @@ both = pytest.mark.usefixtures("solved_by")
 
 RHO = np.linspace(0, 21, 700)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
-TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+COARSE = {"rtol": 1e-4, "atol": 1e-7}
 
 
 def same(a, b, rows=slice(None)):
@@ -42,13 +42,13 @@ def same(a, b, rows=slice(None)):
 @both
 @pytest.mark.limit(240)
 def test_alone_and_in_any_company():
-    whole = solve(LORENZ, saveat=0.1, **TIGHT)
+    whole = solve(LORENZ, saveat=0.1, **COARSE)
     for start, stop in [(0, 1), (5, 6), (0, 2), (3, 6), (100, 165), (650, 700)]:
-        part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **TIGHT)
+        part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **COARSE)
         same(whole, part, slice(start, stop))
     np.testing.assert_array_equal(whole.u[:, -1], whole.u_end)
     order = np.random.default_rng(1).permutation(len(RHO))
-    same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT), whole, np.argsort(order))
+    same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **COARSE), whole, np.argsort(order))
 
 
 @both
@@ -61,7 +61,7 @@ def test_derivatives_beside_doses_at_the_start_of_others():
         def loss(rho):
             p = {"rho": rho, "time": times[rows]}
             one = ODEProblem(lambda u, p, t: lorenz(u, p["rho"], t), [1.0, 0.0, 0.0], (0.0, 1.0))
-            return solve(EnsembleProblem(one, p=p), saveat=0.25, events=dose, **TIGHT).u
+            return solve(EnsembleProblem(one, p=p), saveat=0.25, events=dose, **COARSE).u
 
         rho = 10.0 + times[rows]
         tangent = mpiad.jvp(loss, rho, np.cos(rho))[1]
@@ -74,15 +74,15 @@ def test_derivatives_beside_doses_at_the_start_of_others():
 @pytest.mark.parametrize("alg", [RK45(), RK45(PIController()), Tsit5(), RK4()], ids=["RK45", "PI", "Tsit5", "RK4"])
 def test_backends_agree(alg):
     some = remake(LORENZ, p=RHO[::35])
-    dt = 0.01 if alg == RK4() else None
-    vectorized = solve(some, alg, EnsembleVectorized(), saveat=0.25, dt=dt, **TIGHT)
+    dt = 0.05 if alg == RK4() else None
+    vectorized = solve(some, alg, EnsembleVectorized(), saveat=0.25, dt=dt, **COARSE)
     for backend in (EnsembleSerial(), EnsembleThreads(3)):
-        same(vectorized, solve(some, alg, backend, saveat=0.25, dt=dt, **TIGHT))
+        same(vectorized, solve(some, alg, backend, saveat=0.25, dt=dt, **COARSE))
 
 
 def test_more_trajectories_than_the_working_set_holds():
     # 10,922 columns of three components are one working set.
-    many, columns = remake(LORENZ, p=np.concatenate([RHO] * 17)), {"compile": False, **TIGHT}
+    many, columns = remake(LORENZ, p=np.concatenate([RHO] * 17)), {"compile": False, **COARSE}
     same(solve(many, **columns), solve(LORENZ, **columns), slice(4 * len(RHO), 5 * len(RHO)))
     same(solve(many, batch_size=7000, **columns), solve(many, **columns))
 
@@ -93,7 +93,7 @@ def test_those_that_wait_take_the_places_of_those_that_end(monkeypatch):
         gradient = mpiad.grad(lambda p: anp.sum(kept.append(solve(remake(some, p=p), **options)) or kept[0].u ** 2))(some.p)
         return solve(some, **options), gradient
 
-    some, options = remake(LORENZ, p=RHO[::12]), {"compile": False, "saveat": [0.3, 0.71], **TIGHT}
+    some, options = remake(LORENZ, p=RHO[::12]), {"compile": False, "saveat": [0.3, 0.71], **COARSE}
     whole, expected = solved()
     for name, few in (("_BLOCK", 1), ("_LEAST_COLUMNS", 7), ("_IDLE", 1)):
         monkeypatch.setattr(working_set, name, few)

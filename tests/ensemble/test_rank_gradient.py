@@ -22,18 +22,18 @@ from mpiad.ensemble import (
     solve,
 )
 
-TIGHT = {"rtol": 1e-6, "atol": 1e-9, "saveat": 0.25}
+COARSE = {"rtol": 1e-4, "atol": 1e-7, "saveat": 0.25}
 
 
 def loss(theta, backend, count, end=1.0):
     problem = ODEProblem(lorenz, np.array([1.0, 0.0, 0.0]), (0.0, end))
     ensemble = EnsembleProblem(problem, p=anp.reshape(theta[0] * np.arange(1, count + 1.0), (-1, 1)))
-    first = anp.sum(solve(ensemble, RK45(), backend, **TIGHT).u ** 2)
+    first = anp.sum(solve(ensemble, RK45(), backend, **COARSE).u ** 2)
 
     def member(prob, i, repeat):
         return remake(prob, u0=[1.0, theta[1] * i, 0.0], p=[10.0])
 
-    ends = solve(EnsembleProblem(problem, member), RK45(), backend, trajectories=count, rtol=1e-6, atol=1e-9).u_end
+    ends = solve(EnsembleProblem(problem, member), RK45(), backend, trajectories=count, rtol=1e-4, atol=1e-7).u_end
     return first + anp.sum(ends)
 
 
@@ -85,7 +85,7 @@ def test_tangents_are_those_of_one_process(alg, options):
 
         def ends(p, backend=backend):
             ensemble = EnsembleProblem(ODEProblem(lorenz, np.array([1.0, 0.0, 0.0]), (0.0, 1.0)), p=p)
-            return solve(ensemble, alg, backend, compile=True, **{**TIGHT, **options}).u_end
+            return solve(ensemble, alg, backend, compile=True, **{**COARSE, **options}).u_end
 
         products.append((mpiad.jvp(ends, p, v[0])[1], mpiad.linearize(ends)(p).jvp(v, batch=True)))
     for found, expected in zip(*products):
