@@ -13,7 +13,7 @@ from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem
 
 WORLD = MPI.COMM_WORLD
 both = pytest.mark.usefixtures("solved_by")
-TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+TIGHT = {"rtol": 1e-7, "atol": 1e-9}
 P = np.array([[0.7, 2.0], [1.5, 0.4], [0.2, 1.0]])
 
 
@@ -168,13 +168,11 @@ def test_fits_whose_start_moves_with_the_variables():
     def f(u, p, t):
         return [-p[0] * u[0] * u[1], u[1] ** 3 - p[1] * u[0]]
 
-    def reduced(u, p, t):
-        return [-p[0] * u[0] * (p[1] * u[0]) ** (1 / 3)]
-
-    times, truth = np.linspace(0.25, 2.0, 8), np.array([[0.7, 1.5], [1.1, 0.6]])
-    first = solve(EnsembleProblem(ODEProblem(reduced, [1.0], (0.0, 2.0)), p=truth), saveat=times, **TIGHT).u[..., 0]
+    # u0' = -k u0^(4/3) with k = p0 p1^(1/3).
+    times, truth = np.linspace(0.25, 1.0, 4), np.array([[0.7, 1.5], [1.1, 0.6]])
+    first = (1 + truth[:, :1] * np.cbrt(truth[:, 1:]) * times / 3) ** -3
     data = {"u": np.stack([first, np.cbrt(truth[:, 1:] * first)], axis=-1)}
-    problem = ODEProblem(f, [1.0, 1.0], (0.0, 2.0), mass_matrix=np.diag([1.0, 0.0]))
+    problem = ODEProblem(f, [1.0, 1.0], (0.0, 1.0), mass_matrix=np.diag([1.0, 0.0]))
     found = fit(problem, lambda u, p, data: u - data["u"], 1.3 * truth, Rodas5P(), data=data, saveat=times, **TIGHT)
     np.testing.assert_allclose(found.p, truth, rtol=1e-6)
 

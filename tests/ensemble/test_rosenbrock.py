@@ -62,7 +62,7 @@ def radau(name):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_steps_and_ends_are_those_by_hand(name, system):
     alg, step, order, _ = METHODS[name]
-    stiff, tolerances = SYSTEMS[system], {"rtol": 1e-4, "atol": 1e-8}
+    stiff, tolerances = SYSTEMS[system], {"rtol": 1e-3, "atol": 1e-7}
     times, rejected, end = solved_by_hand(step, order, stiff.by_hand, stiff.u0, stiff.p, (0.0, stiff.end), **tolerances)
     sol = solve(problem_of(stiff), alg, save_everystep=True, **tolerances)
     assert abs(sol.naccept - (len(times) - 1)) <= 0.01 * len(times) and abs(sol.nreject - rejected) <= 1 + 0.1 * rejected
@@ -76,7 +76,7 @@ def test_steps_and_ends_are_those_by_hand(name, system):
 @every_method
 @pytest.mark.parametrize("system", ["Robertson", "Van der Pol", "HIRES"])
 def test_ends_beside_radau(name, system):
-    expected, rtol = radau(system), 1e-4 if name == "Rosenbrock23" else 1e-7
+    expected, rtol = radau(system), 1e-4 if name == "Rosenbrock23" else 1e-6
     sol = solve(problem_of(SYSTEMS[system]), METHODS[name][0], rtol=rtol, atol=1e-5 * rtol)
     assert sol.retcode == "Success"
     np.testing.assert_allclose(sol.u_end, expected, rtol=1e-2 if name == "Rosenbrock23" else 1e-5, atol=1e-12)
@@ -144,7 +144,8 @@ def test_a_stiff_linear_system_forwards_and_backwards(name):
 def test_the_jacobian_by_tangents_gives_the_same(name):
     for system in ("forced", "HIRES"):
         stiff = SYSTEMS[system]
-        sols = [solve(problem_of(stiff, f=f), METHODS[name][0]) for f in (stiff.f, by_values(stiff.f))]
+        problems = [problem_of(stiff, f=f, tspan=(0.0, 0.1 * stiff.end)) for f in (stiff.f, by_values(stiff.f))]
+        sols = [solve(problem, METHODS[name][0]) for problem in problems]
         assert sols[0].naccept == sols[1].naccept
         np.testing.assert_allclose(sols[0].u_end, sols[1].u_end, rtol=1e-9, atol=1e-12)
 
@@ -200,7 +201,7 @@ def test_kernels_take_the_same_steps(name, system):
     stiff = SYSTEMS[system]
     p = stiff.p * np.random.default_rng(0).uniform(0.5, 2.0, (20, len(stiff.p)))
     ensemble = EnsembleProblem(problem_of(stiff), p=p)
-    options = {"rtol": 1e-4, "atol": 1e-8, "saveat": [0.3 * stiff.end, stiff.end]}
+    options = {"rtol": 1e-3, "atol": 1e-7, "saveat": [0.3 * stiff.end, stiff.end]}
     sols = [solve(ensemble, METHODS[name][0], compile=compiled, **options) for compiled in (True, False)]
     assert "jacobian" in sols[0].problem.kernel_source()
     for field in ("naccept", "nreject"):
@@ -340,9 +341,10 @@ def test_steps_on_a_device_are_those_of_the_host(name):
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("alg", "rtol"), [pytest.param(Rosenbrock23(), 1e-2, marks=pytest.mark.thorough), (Rodas5P(), 1e-3)]
-)  # 38 and 14 steps
+)
 def test_second_derivatives_on_a_device_are_those_of_the_host(alg, rtol):
-    stiff, found = problem_of(SYSTEMS["forced"]), []
+    stiff, found = problem_of(SYSTEMS["forced"], tspan=(0.0, 0.3)), []
+    assert solve(stiff, alg, rtol=rtol, atol=rtol / 100).naccept > 5
     for place in (lambda x: x, lambda x: to_device(x, like=on_device(0.0))):
 
         def total(x):
