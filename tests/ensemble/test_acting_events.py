@@ -30,6 +30,7 @@ from mpiad.ensemble import (
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("solved_by")]
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+SHARP = {"alg": Vern7(), **TIGHT}  # in a fifth of the steps
 
 
 def check(found, expected, argnums, args, tangent=True, exact=1e-10):
@@ -575,24 +576,24 @@ def test_what_ends_a_trajectory():
     decay = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (0.0, 3.0))
     more = Event(times=[1.0, 2.0], affect=lambda u, p, t: [u[0] + 1.0])
     last = Event(times=[1.0], affect=lambda u, p, t: [2 * u[0]], terminal=True)
-    sol = solve(decay, events=[more, last], saveat=[0.0, 1.0, 2.0], **TIGHT)
+    sol = solve(decay, events=[more, last], saveat=[0.0, 1.0, 2.0], **SHARP)
     assert (sol.retcode, sol.t_reached, [e for e, _ in sol.events]) == ("Terminated", 1.0, [0, 1])
     np.testing.assert_allclose(sol.u[:2, 0], [1.0, 2 * (1 + np.exp(-1.0))], rtol=1e-11)
-    np.testing.assert_allclose(solve(decay, events=[last, more], **TIGHT).u_end, 1 + 2 * np.exp(-1.0), rtol=1e-11)
+    np.testing.assert_allclose(solve(decay, events=[last, more], **SHARP).u_end, 1 + 2 * np.exp(-1.0), rtol=1e-11)
     at_once = [dataclasses.replace(event, times=[0.0]) for event in (last, more)]
     assert (solve(decay, events=at_once).u_end, solve(decay, events=at_once).retcode) == ([3.0], "Terminated")
     assert np.isnan(sol.u[2, 0]) and sol.u_end[0] == sol.u[1, 0]
     # One that does nothing but end it, after a dose.
     ending = [Event(lambda u, p, t: u[0] - 0.5), Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0] + 1])]
     problem = ODEProblem(decay.f, decay.u0, decay.tspan, np.array([0.5]))
-    sol = solve(problem, events=ending, **TIGHT)
+    sol = solve(problem, events=ending, **SHARP)
     np.testing.assert_allclose(sol.t_reached, 0.5 + np.log(2 * (1 + np.exp(-0.5))), rtol=1e-10)
     assert sol.retcode == "Terminated" and abs(sol.u_end[0] - 0.5) < 1e-15
-    later = mpiad.grad(lambda p: solve(remake(problem, p=p), events=ending, **TIGHT).t_reached)(problem.p)
+    later = mpiad.grad(lambda p: solve(remake(problem, p=p), events=ending, **SHARP).t_reached)(problem.p)
     np.testing.assert_allclose(later, 1 / (1 + np.exp(-0.5)), rtol=1e-9)
     # With a dose at a constant time, t = 1/2 + log(2 (u0 exp(-1/2) + 1)).
     ending[1] = Event(times=[0.5], affect=ending[1].affect)
-    reached = lambda u0, **way: solve(remake(problem, u0=u0), events=ending, **TIGHT, **way).t_reached  # noqa: E731
+    reached = lambda u0, **way: solve(remake(problem, u0=u0), events=ending, **SHARP, **way).t_reached  # noqa: E731
     u0, exact = problem.u0, 1 / (1 + np.exp(0.5))
     for way in ("adjoint", "tangent"):
         np.testing.assert_allclose(mpiad.grad(partial(reached, gradient=way))(u0), exact, rtol=1e-9)
@@ -605,7 +606,7 @@ def test_what_ends_a_trajectory():
         (False, 1.0, {"times": [1.0]}), (True, 1.0, {"times": [1.0]}),
         (True, np.log(2), {"condition": lambda u, p, t: u[0] - 0.5}),
     ):  # fmt: skip
-        sol = solve(each, events=Event(affect=scaled, terminal=ends, **more), **TIGHT)
+        sol = solve(each, events=Event(affect=scaled, terminal=ends, **more), **SHARP)
         assert sol.retcode.tolist() == ["Unstable", "Terminated" if ends else "Success"]
         np.testing.assert_allclose(sol.t_reached, [time, time if ends else 3.0])
         np.testing.assert_allclose(sol.u_end[:, 0], [np.exp(-time), 2 * np.exp(-time if ends else -3.0)], rtol=1e-11)
@@ -638,7 +639,7 @@ ENDING = {
 def test_a_terminal_event_at_a_given_time_comes_before_the_end(ending):
     rates, (stop, before) = np.random.default_rng(1).uniform(0.2, 0.9, (400, 2)), ENDING[ending]
     decay = EnsembleProblem(ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (-0.13, 1.7)), p=rates)
-    sol = solve(decay, events=(stop, GIVEN), saveat=rates[:, 1:], **TIGHT)
+    sol = solve(decay, events=(stop, GIVEN), saveat=rates[:, 1:], **SHARP)
     assert set(sol.retcode) == {"Terminated"} and all([e for e, _ in own] == [0, 1] for own in sol.events.values())
     np.testing.assert_array_equal(sol.t_reached, rates[:, 1])
     np.testing.assert_array_equal(sol.u[:, 0], sol.u_end)
@@ -647,7 +648,7 @@ def test_a_terminal_event_at_a_given_time_comes_before_the_end(ending):
         return 2 * before(anp.exp(-p[:, 0] * (p[:, 1] + 0.13))) + p[:, 1]
 
     np.testing.assert_allclose(sol.u_end[:, 0], end(rates), rtol=1e-10)
-    found = lambda p: solve(remake(decay, p=p), events=(stop, GIVEN), **TIGHT).u_end[:, 0]  # noqa: E731
+    found = lambda p: solve(remake(decay, p=p), events=(stop, GIVEN), **SHARP).u_end[:, 0]  # noqa: E731
     total = lambda fun: lambda p: anp.sum(fun(p) * np.arange(1.0, 9.0))  # noqa: E731
     check(total(found), total(end), (0,), (rates[:8],), exact=1e-9)
 
