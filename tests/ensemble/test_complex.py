@@ -21,7 +21,7 @@ def draws(*shape):
 
 
 U0, COUPLING, DETUNING = draws(N, 2), draws(N), RNG.normal(size=N)
-TIMES = onp.array([0.0, 0.3, 0.31, 1.1, 2.0])
+TIMES = onp.array([0.0, 0.3, 0.31, 0.6, 1.0])
 SAVED, LAST, ALONG = draws(N, 5, 2), draws(N, 2), (draws(N, 2), draws(N), RNG.normal(size=N))
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -31,7 +31,7 @@ def levels(u, p, t):
     return [-1j * (half * u[0] + coupling * u[1]), -1j * (np.conj(coupling) * u[0] - half * u[1])]
 
 
-def ensemble(u0=U0, coupling=COUPLING, detuning=DETUNING, span=(0.0, 2.0)):
+def ensemble(u0=U0, coupling=COUPLING, detuning=DETUNING, span=(0.0, 1.0)):
     return EnsembleProblem(
         ODEProblem(levels, onp.ones(2, u0.dtype), span), u0=u0, p={"coupling": coupling, "detuning": detuning}
     )
@@ -64,7 +64,7 @@ def test_steps_are_scipys_by_moduli():
     sol = solve(ensemble(), saveat=TIMES, **given)
     for i in range(N):
         p = {"coupling": COUPLING[i], "detuning": DETUNING[i]}
-        expected = solve_ivp(lambda t, u, p=p: levels(u, p, t), (0, 2), U0[i], **given)
+        expected = solve_ivp(lambda t, u, p=p: levels(u, p, t), (0, 1), U0[i], **given)
         assert (sol.naccept[i], sol.nf[i]) == (len(expected.t) - 1, expected.nfev)
         onp.testing.assert_allclose(sol.u_end[i], expected.y[:, -1], rtol=1e-10)
 
@@ -87,8 +87,8 @@ def test_forward_mode_and_the_ends_of_tspan():
     def by_ends(ends):
         return np.sum(np.real(LAST * solve(ensemble(span=(ends[0], ends[1])), **TIGHT).u_end) ** 3)
 
-    later = mpiad.grad(lambda t: np.sum(np.real(LAST * exact(U0, COUPLING, DETUNING, t)) ** 3))(2.0)
-    onp.testing.assert_allclose(mpiad.grad(by_ends)(onp.array([0.5, 2.5])), [-later, later], rtol=1e-7)
+    later = mpiad.grad(lambda t: np.sum(np.real(LAST * exact(U0, COUPLING, DETUNING, t)) ** 3))(1.0)
+    onp.testing.assert_allclose(mpiad.grad(by_ends)(onp.array([0.5, 1.5])), [-later, later], rtol=1e-7)
 
 
 def by_hand(t, x, a, b, detuning):
@@ -102,7 +102,7 @@ def by_hand(t, x, a, b, detuning):
 
 def test_central_differences_of_real_numbers_by_hand():
     def value(x0, a, b):
-        end = solve_ivp(by_hand, (0, 2), x0, method="DOP853", rtol=1e-12, atol=1e-13, args=(a, b, DETUNING[0])).y[:, -1]
+        end = solve_ivp(by_hand, (0, 1), x0, method="DOP853", rtol=1e-12, atol=1e-13, args=(a, b, DETUNING[0])).y[:, -1]
         return end[0] ** 2 * end[3] + end[1] * end[2]
 
     def ours(u0, coupling):

@@ -32,7 +32,7 @@ def mean_end(x, f, alg, n=2, **options):
     """Return the mean of u(1) over n equal trajectories, for u(0) = x[0] and the parameter x[1]."""
     problem = ODEProblem(f, np.ones(1), (0.0, 1.0), np.ones(1))
     ensemble = EnsembleProblem(problem, u0=x[:1] * np.ones((n, 1)), p=x[1:] * np.ones((n, 1)))
-    return anp.mean(solve(ensemble, alg, rtol=1e-7, atol=1e-10, **options).u_end)
+    return anp.mean(solve(ensemble, alg, rtol=1e-6, atol=1e-9, **options).u_end)
 
 
 def derivatives(f, alg, n=2, **options):

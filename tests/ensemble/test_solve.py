@@ -37,16 +37,16 @@ OSCILLATOR = ODEProblem(lambda u, p, t: [u[1], -u[0]], [0.0, 1.0], (0.0, 7.0))
 def test_the_published_problem():
     base = ODEProblem(lambda u, p, t: 1.01 * u * p, [3.0], (0.0, 1.0), [1.0])
     ensemble = EnsembleProblem(base, prob_func=lambda prob, i, repeat: remake(prob, u0=0.5 + i / 100 * prob.u0))
-    sol = solve(ensemble, RK45(), EnsembleSerial(), trajectories=100, saveat=0.1, rtol=1e-8, atol=1e-10)
-    assert sol.u.shape == (100, 11, 1) and sol.t.shape == (11,)
-    exact = (0.5 + 3 * np.arange(1, 101) / 100)[:, None] * np.exp(1.01 * np.linspace(0, 1, 11))
+    sol = solve(ensemble, RK45(), EnsembleSerial(), trajectories=30, saveat=0.1, rtol=1e-8, atol=1e-10)
+    assert sol.u.shape == (30, 11, 1) and sol.t.shape == (11,)
+    exact = (0.5 + 3 * np.arange(1, 31) / 100)[:, None] * np.exp(1.01 * np.linspace(0, 1, 11))
     np.testing.assert_allclose(sol.u[..., 0], exact, rtol=1e-8)
 
 
 @both
 @pytest.mark.parametrize("alg, order", [(RK45(), 5), (Tsit5(), 5), (RK45(PIController()), 5), (RK4(), 4)])
 def test_closed_form(alg, order):
-    dt = 0.001 if order == 4 else None
+    dt = 0.004 if order == 4 else None
     times = np.linspace(0, 7, 23)
     sol = solve(OSCILLATOR, alg, saveat=times, rtol=1e-10, atol=1e-12, dt=dt)
     np.testing.assert_allclose(sol.u, np.stack([np.sin(times), np.cos(times)], axis=1), atol=3e-9)
@@ -315,7 +315,7 @@ def test_an_f_of_plain_numbers(alg):
 
 def test_the_gradient_of_an_f_that_branches():
     def loss(p, f):
-        sol = solve(EnsembleProblem(ODEProblem(f, [1.0, 0.2], (0.0, 3.0)), p=p), Tsit5(), EnsembleSerial(), rtol=1e-6)
+        sol = solve(EnsembleProblem(ODEProblem(f, [1.0, 0.2], (0.0, 3.0)), p=p), Tsit5(), EnsembleSerial(), rtol=1e-4)
         return anp.sum(sol.u_end**2)
 
     p = np.linspace(1.0, 2.0, 3)[:, None]

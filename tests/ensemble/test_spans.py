@@ -12,7 +12,7 @@ from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, fit,
 
 # Ahead, back, of no length, and from another start.
 SPANS = onp.array([[0.0, 1.0], [1.0, 0.25], [0.5, 0.5], [-1.0, 2.0]])
-LORENZ = ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 5.0), [20.0])
+LORENZ = ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 5.0), [2.0])
 DECAY = ODEProblem(lambda u, p, t: [-p[0] * u[0] * (1 + t)], [2.0], (0.0, 7.0), [0.7])
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
