@@ -83,7 +83,7 @@ def forced(u, p, t):
     return [p[0] * u[1] + anp.sin(3 * t), -p[1] * u[0] - p[2] * u[1] * u[2], anp.cos(t) * u[0] - u[2]]
 
 
-N = 3
+N = 2
 P = np.array([1.0, 2.0, 0.3]) * (1 + 0.1 * np.arange(N)[:, None])
 U0 = np.array([1.0, 0.1, -0.2]) + 0.1 * np.arange(N)[:, None]
 HALVED = Event(times=[0.3, 0.7], affect=lambda u, p, t: u * 0.5 + p[0])
