@@ -8,7 +8,7 @@ import pytest
 
 from mpiad import jvp, value_and_grad
 from mpiad.compiling import cache, rerolling
-from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Tsit5, remake, solve
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, Tsit5, remake, solve
 from mpiad.ensemble.compiled import kernel_spec, traced_problem
 from mpiad.ensemble.compiled.kernel_texts import kernel_code
 
@@ -154,7 +154,9 @@ def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype)
     kernel_code.cache_clear()
 
 
-@pytest.mark.parametrize("alg", [pytest.param(Tsit5(), marks=pytest.mark.thorough), Rodas5P()])
+@pytest.mark.parametrize(
+    "alg", [*(pytest.param(alg, marks=pytest.mark.thorough) for alg in (Tsit5(), Rodas5P())), Rosenbrock23()]
+)  # the last has the fewest stages, and its kernels the shortest texts
 def test_parameters_per_trajectory_in_an_array_have_the_values_of_scalars(monkeypatch, alg):
     monkeypatch.setattr(cache, "optimization_level", 0)
     monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (2, 2))
