@@ -176,7 +176,8 @@ class Programs(NamedTuple):
 
         u0 = [[c for block, own in zip(blocks, row) for c in block.start(own)] for row in self.p]
         problem = ODEProblem(f, np.array(u0[0]), (0.0, END))
-        more = {"dt": 1 / 64} if isinstance(alg, RK4) else {"rtol": 1e-9, "atol": 1e-11}
+        rtol = 1e-7 if isinstance(alg, BS3 | Rosenbrock23) else 1e-9  # of low order, they would take thousands of steps
+        more = {"dt": 1 / 64} if isinstance(alg, RK4) else {"rtol": rtol, "atol": 0.01 * rtol}
         ensemble = EnsembleProblem(problem, u0=np.array(u0), p=self.p.reshape(len(self.p), -1))
         return solve(ensemble, alg, events=tuple(map(self.event, range(len(blocks)))), **more, **WAYS[way])
 
