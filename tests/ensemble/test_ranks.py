@@ -296,11 +296,11 @@ def test_gradients_are_those_of_one_process(loss, objective):
 @pytest.mark.one_rank  # on ranks it is one process's: test_rank_gradient.test_second_derivatives
 def test_second_order_over_ranks():
     theta, v = np.array([1.0, 2.5]), np.array([0.3, -1.0])
-    # The derivative is that of the steps taken, which differ a little between the two ends of a difference.
-    tight = {"rtol": 1e-8, "atol": 1e-8}
-    product = mpiad.hvp(lambda x: squares(x, EnsembleMPI(), **tight), shared=True)(theta, v)
-    gradients = [autograd.grad(lambda x: squares(x, **tight))(theta + step * v) for step in (1e-4, -1e-4)]
-    np.testing.assert_allclose(product, (gradients[0] - gradients[1]) / 2e-4, rtol=1e-5)
+    # The derivative is that of the steps taken, which are the same at both ends of a difference, at any error.
+    held = {"dt": 0.05, "dtmax": 0.05, "rtol": 10.0, "atol": 10.0}
+    product = mpiad.hvp(lambda x: squares(x, EnsembleMPI(), **held), shared=True)(theta, v)
+    gradients = [autograd.grad(lambda x: squares(x, **held))(theta + step * v) for step in (1e-4, -1e-4)]
+    np.testing.assert_allclose(product, (gradients[0] - gradients[1]) / 2e-4, rtol=1e-6)
 
 
 def test_mean_over_shares_is_differentiated():
