@@ -483,7 +483,8 @@ def test_doses_as_scipys_least_squares(compiled, timed):
 
 def test_doses_alike_on_all_ranks(compiled):
     found, alone = (
-        fitted_doses(backend=backend, compile=compiled, max_nfev=3) for backend in (EnsembleMPI(), EnsembleThreads())
+        fitted_doses(backend=backend, compile=compiled, max_nfev=3, rtol=1e-5, atol=1e-6)
+        for backend in (EnsembleMPI(), EnsembleThreads())
     )
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(found, name), getattr(alone, name))
@@ -492,7 +493,8 @@ def test_doses_alike_on_all_ranks(compiled):
 def test_doses_outside_of_the_data():
     late = np.where([[False], [False], [True], [False]], DOSES + 30.0, DOSES)
     with pytest.raises(ValueError, match=r"events of trajectory 3, \[32.*\], lie outside of its data, .* 24.0"):
-        fitted_doses(remake(PATIENTS, p={"x": PATIENT_RATES, "times": late}))
+        # The other ranks' fits, which come first, are short.
+        fitted_doses(remake(PATIENTS, p={"x": PATIENT_RATES, "times": late}), max_nfev=1, rtol=1e-5, atol=1e-6)
 
 
 def test_doses_with_saved_times_of_different_lengths():
