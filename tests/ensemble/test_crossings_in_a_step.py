@@ -41,6 +41,7 @@ def fixed(alg, size):
     return {"dt": size} if isinstance(alg, RK4) else {}
 
 
+@pytest.mark.few(5)
 @each_method
 @everywhere
 def test_roots_of_sines_and_of_a_cubic(alg, solved_by):
@@ -65,6 +66,7 @@ def passes(speed, gravity=9.81, level=LEVEL):
     return (speed - root) / gravity, (speed + root) / gravity
 
 
+@pytest.mark.few(5)
 @each_method
 @everywhere
 def test_projectiles(alg, solved_by):

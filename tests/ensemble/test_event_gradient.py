@@ -152,6 +152,7 @@ def test_times_of_events_on_the_way(more):
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+@pytest.mark.few(3)
 def test_forward_mode_and_second_derivatives_of_times_on_the_way():
     v = np.array([[0.2, -0.1], [0.5, 0.3], [-0.4, 0.8]])
     by = lambda u0: times_of(landed(u0, P, events=LEVELS))  # noqa: E731

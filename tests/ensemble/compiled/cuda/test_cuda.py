@@ -134,7 +134,7 @@ def gradient(f, u0, p, shared, weights, alg, tspan, times, options):
     return mpiad.grad(loss, (0, 1))(u0.T, p.T if shared is None else shared)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @compiled
 @pytest.mark.parametrize("name", [
     "lorenz", "shared parameters", "time", "backwards", "Tsitouras", "PI", "fixed", "nest", "stiff", "stiff and backwards",
