@@ -78,7 +78,8 @@ def refuse_writing(fun: Callable, args: Sequence[Array], kwargs: dict[str, Array
         if getattr(fun, "fun", fun) in _WRITING:
             raise TypeError(
                 f"{name} can't be differentiated when it gets an array to write into, and it returns nothing else. Make "
-                "a new array by np.where, np.concatenate or np.stack of autograd.numpy, for example with the mask np.eye(n) == 1."
+                "a new array by np.where, np.concatenate or np.stack of autograd.numpy, for example with the mask "
+                "np.eye(n) == 1."
             )
         raise TypeError(
             f"{name} can't be differentiated when it gets an array to write into, which holds plain values only. Take its "
