@@ -37,6 +37,7 @@ from mpiad.ensemble.solve import solved_batch
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.sparse_lu import Matrices
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.primitives.checks import positive_count
 from mpiad.transport import Channel, channel
@@ -69,6 +70,8 @@ _FIRST = 0.1
 _LONGER, _MOST_SOLVES = 10.0, 12
 # Eigenvalues of Jacobians count as zero up to this ratio to the largest one.
 _ZERO_RATE = 1e-6
+# The final state of a long solve is near the steady state if a step of Newton's method changes it by no more than this.
+_NEAR = 1e-3
 
 _ACTIVE = -1
 _LARGEST = 1e200  # limit of 1/τ
@@ -693,8 +696,42 @@ def _integrated(
         _, jacobian = equations.linearized(u, ids)
     dense = equations.jacobians.dense(jacobian)
     rows = np.array([k for k in np.flatnonzero(settled) if not _is_unstable(dense[k], options.mass)], int)
-    ends = anp.reshape(solved(traced, rows).u_end, (len(rows), -1)) if traced.traced and rows.size else u[:, rows].T
-    return ids[rows], ends, jacobian
+    if not rows.size:
+        return ids[rows], u[:, rows].T, jacobian
+    ends = anp.reshape(solved(traced, rows).u_end, (len(rows), -1)) if traced.traced else u[:, rows].T
+    return ids[rows], _in_the_limit(ends, traced.share(rows), dense[rows], options.mass), jacobian
+
+
+def _in_the_limit(ends: Array, batch: Batch, jacobians: Array, mass: Array | None) -> Array:
+    """Return final states of long solves, (m, d), with the first derivatives of the limit of infinite time.
+
+    A solve that starts near the steady state ends before its tangents have settled. The limit u̇ of the tangents satisfies
+    J u̇ = -∂f/∂p ṗ, and Wᴴ M u̇ is that of the final state, where W are the left null vectors of J. With the right ones, V,
+    and K = J + s M V (Wᴴ M V)⁻¹ Wᴴ M, for any s, a step u - K⁻¹ f(u, p) with constant K has this tangent.
+    """
+    columns = two_at_least(len(ends))
+    part, inverses = batch.share(columns), np.array([_inverse(x, mass) for x in jacobians])[columns]
+    u = anp.transpose(ends)[:, columns]
+
+    def step(u: Array, inverses: Array) -> Array:
+        return anp.einsum("nij,jn->in", inverses, Field(part).array(u, part.p.leaves, part.end))
+
+    plain = stop_gradient(u)
+    is_near = np.abs(stop_gradient(step(plain, inverses))) <= _NEAR * np.abs(plain).max(axis=0)
+    inverses = np.where(is_near.all(axis=0)[:, None, None], inverses, 0.0)
+    return anp.transpose((u - step(u, inverses))[:, : len(ends)])
+
+
+def _inverse(jacobian: Array, mass: Array | None) -> Array:
+    """Return the inverse of K in `_in_the_limit`; zeros if zero is an eigenvalue of J with too few eigenvectors."""
+    m = np.eye(len(jacobian)) if mass is None else mass
+    left, singular, right = np.linalg.svd(jacobian)
+    zero = singular <= _ZERO_RATE * singular.max()
+    w, v = left[:, zero], right[zero].conj().T
+    between = w.conj().T @ m @ v
+    if zero.any() and np.linalg.cond(between) > 1 / _ZERO_RATE:
+        return np.zeros_like(jacobian)
+    return np.linalg.inv(jacobian + singular.max() * m @ v @ np.linalg.solve(between, w.conj().T @ m))
 
 
 def _is_unstable(jacobian: Array, mass: Array | None) -> bool:

@@ -155,6 +155,23 @@ def test_a_circle_of_steady_states_is_approached_by_a_solve(tspan, alg, mpi):
     np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("mass", [None, 3.0 * np.eye(2)], ids=["", "mass"])
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 100.0])
+def test_starts_in_a_steady_state_that_is_not_isolated(rate, mass):
+    """Tangents settle at this rate, although the states don't move."""
+    p = np.array([[rate, 2.0], [rate, 0.5]])
+    circle = ODEProblem(
+        lambda u, p, t: [-p[0] * x * (u[0] ** 2 + u[1] ** 2 - p[1] ** 2) for x in u], [0.3, 0.4], (0.0, 0.0), p[0],
+        mass_matrix=mass,
+    )  # fmt: skip
+    u0, weight = np.array([[1.2, 1.6], [0.3, -0.4]]), np.arange(1.0, 5.0).reshape(2, 2)
+    found = lambda u0, p: steady_state(EnsembleProblem(circle, u0=u0, p=p), Rodas5P()).u  # noqa: E731
+    exact = lambda u0, p: p[:, 1:] * u0 / anp.sqrt(anp.sum(u0**2, axis=1, keepdims=True))  # noqa: E731
+    for place in (0, 1):
+        bar, expected = (mpiad.grad(lambda *x, f=f: anp.sum(weight * f(*x) ** 2), place)(u0, p) for f in (found, exact))
+        np.testing.assert_allclose(bar, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.serial
 def test_totals_where_f_is_not_finite_at_other_states():
     """The sum is conserved, but f isn't finite at states that are larger by a tenth, so that this isn't known."""
