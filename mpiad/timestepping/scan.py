@@ -517,7 +517,7 @@ def scan(
         it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
         arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
         functions, several steps are compiled as one program, unless `step` prints or changes lists or attributes.
-    u0 : pytree of arrays of floats
+    u0 : pytree of arrays of floats or complex numbers
         The initial state. All states have the same shapes and dtypes.
     n_steps : int
         The number of steps.

@@ -454,3 +454,29 @@ def test_derivatives_by_a_number_are_numbers(x):
             f"{5 * 56 * 0.5**6:.6f}",
             f"{5 * 8 * 0.5**7:.6f}",
         ]
+
+
+@pytest.mark.one_rank
+@pytest.mark.filterwarnings("error")
+def test_complex_and_real_arrays_of_one_state():
+    """Without warnings of casts."""
+    start = np.array([1.0, 0.3j]), np.array([1.0, 0.3])
+
+    def step(s, k, a):
+        return s[0] * (1 - 0.1 * a) + 0.1 * s[1] ** 2, s[1] + 0.1 * anp.real(s[0]) ** 2
+
+    def loss(a, checkpoints):
+        z, x = scan(step, start, 5, a, checkpoints=checkpoints)
+        return anp.sum(anp.abs(z) ** 2) + anp.sum(x**2)
+
+    def by_parts(a):  # holomorphic in a
+        x, y, r = start[0].real, start[0].imag, start[1]
+        for _ in range(5):
+            x, y, r = x * (1 - 0.1 * a) + 0.1 * r**2, y * (1 - 0.1 * a), r + 0.1 * x**2
+        return np.sum(x**2 + y**2 + r**2)
+
+    slope = lambda a: by_parts(a + 1e-30j).imag / 1e-30  # noqa: E731
+    for checkpoints in (None, 2):
+        np.testing.assert_allclose(mpiad.grad(loss)(0.7, checkpoints), slope(0.7), rtol=1e-13)
+        curvature = (8 * (slope(0.701) - slope(0.699)) - slope(0.702) + slope(0.698)) / 12e-3
+        np.testing.assert_allclose(mpiad.hvp(loss)(0.7, checkpoints, 1.0), curvature, rtol=1e-9)

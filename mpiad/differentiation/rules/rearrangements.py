@@ -205,7 +205,12 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def _cast_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Cast the cotangent to the dtype of the argument; the derivative of a cast to integers or booleans is zero."""
-    return inherited_vjp(fun, argnums, ans, args, kwargs) if _is_inexact(ans) else lambda g: (None,)
+    if not _is_inexact(ans):
+        return lambda g: (None,)
+    pull = inherited_vjp(fun, argnums, ans, args, kwargs)
+    # NumPy warns of a cast that discards imaginary parts.
+    is_real = getval(args[0]).dtype.kind != "c" and getval(ans).dtype.kind == "c"
+    return (lambda g: pull(anp.real(g))) if is_real else pull
 
 
 def _cast_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
