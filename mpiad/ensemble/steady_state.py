@@ -714,7 +714,7 @@ def _in_the_limit(ends: Array, batch: Batch, jacobians: Array, mass: Array | Non
     u = anp.transpose(ends)[:, columns]
 
     def step(u: Array, inverses: Array) -> Array:
-        return anp.einsum("nij,jn->in", inverses, Field(part).array(u, part.p.leaves, part.end))
+        return anp.einsum("nij,jn->in", inverses, Field(part).array(u, part.p.leaves, part.end.astype(jacobians.dtype)))
 
     plain = stop_gradient(u)
     is_near = np.abs(stop_gradient(step(plain, inverses))) <= _NEAR * np.abs(plain).max(axis=0)
@@ -731,7 +731,7 @@ def _inverse(jacobian: Array, mass: Array | None) -> Array:
     between = w.conj().T @ m @ v
     if zero.any() and np.linalg.cond(between) > 1 / _ZERO_RATE:
         return np.zeros_like(jacobian)
-    return np.linalg.inv(jacobian + singular.max() * m @ v @ np.linalg.solve(between, w.conj().T @ m))
+    return np.linalg.inv(jacobian + (singular.max() or 1.0) * m @ v @ np.linalg.solve(between, w.conj().T @ m))
 
 
 def _is_unstable(jacobian: Array, mass: Array | None) -> bool:

@@ -173,6 +173,21 @@ def test_starts_in_a_steady_state_that_is_not_isolated(rate, mass):
 
 
 @pytest.mark.serial
+def test_where_every_state_is_steady_and_where_the_jacobian_is_singular_on_the_way():
+    """f = 0, and u' = (-p u, -u³), whose limit is (0, v - u³ / (3 p))."""
+    still = lambda u, p, t: [0 * p * u[0], 0 * u[1]]  # noqa: E731
+    ends = lambda f: lambda u0, p: steady_state(ODEProblem(f, u0, (0.0, 0.0), p)).u  # noqa: E731
+    u0 = np.array([1.0, 2.0])
+    for f, exact in (
+        (still, lambda u, p: u),
+        (lambda u, p, t: [-p * u[0], -(u[0] ** 3)], lambda u, p: anp.array([0.0 * u[0], u[1] - u[0] ** 3 / (3 * p)])),
+    ):
+        for place in (0, 1):
+            bars = [mpiad.grad(lambda *x, u=u: anp.sum(u(*x) ** 2), place)(u0, 1.5) for u in (ends(f), exact)]
+            np.testing.assert_allclose(*bars, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.serial
 def test_totals_where_f_is_not_finite_at_other_states():
     """The sum is conserved, but f isn't finite at states that are larger by a tenth, so that this isn't known."""
 
