@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -136,4 +137,6 @@ def test_vectors_in_memory() -> None:
     finally:
         tracemalloc.stop()
     assert len(kept) == 12
-    assert max(kept) < 2 * pairs + 6 + 2.3  # with the start that the caller has made, and the callback's copy
+    # The start that the caller has made, the callback's copy, and before Python 3.11 an argument that its caller keeps.
+    others = 2 + (sys.version_info < (3, 11))
+    assert max(kept) < 2 * pairs + 6 + others + 0.3
