@@ -61,8 +61,8 @@ class Concatenation:
         a, b, spec = *self._offsets[k : k + 2], self.specs[k]
         if a == b:
             return spec.zeros()
-        # Slicing the whole vector is avoided, since the adjoint would allocate an array.
         if spec.shape:
+            # Slicing the whole vector is avoided, since the adjoint would allocate an array.
             part = anp.reshape(vector if b - a == self._offsets[-1] else vector[a:b], spec.shape)
         else:
             part = vector[a]  # a number, as NumPy's functions return

@@ -17,7 +17,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.system import AnySystem, System
+from mpiad.linalg.system import ADVICE_FOR_COPIES, AnySystem, System
 from mpiad.linalg.vectors import are_within, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
@@ -107,10 +107,7 @@ def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, conver
         advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
         problem = f"it stalls: the residual{name} stays at {norm:.3e}, but must fall to {target:.3e}"
-        advice = (
-            "Try a larger restart, a better preconditioner, or another method. If each rank has a copy of u instead of a "
-            "block, average the copies: u = mpi_allreduce(u) / mpi_size()."
-        )
+        advice = f"Try a larger restart, a better preconditioner, or another method. {ADVICE_FOR_COPIES}"
     cause = diagnosis(system)
     system.fail(f"{problem}: {cause}" if cause else f"{problem}. {advice}")
 

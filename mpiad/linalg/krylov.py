@@ -25,7 +25,7 @@ import scipy.linalg
 from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.iteration import diagnosis, require_iterations
-from mpiad.linalg.system import AnySystem, System, preconditioned_product, preconditioned_start
+from mpiad.linalg.system import ADVICE_FOR_COPIES, AnySystem, System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import are_finite, are_within, column, combined, inner, is_nearly_real, products
 from mpiad.programs import jit
 
@@ -466,8 +466,8 @@ def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.nda
     if invalid.any():
         value = float(curvature[invalid][0])
         cause = (
-            "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ? If each "
-            "rank has a copy of the vector instead of a part, average the copies: u = mpi_allreduce(u) / mpi_size()."
+            "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ? "
+            f"{ADVICE_FOR_COPIES}"
         )
         cause = cause if value else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"

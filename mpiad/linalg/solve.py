@@ -18,7 +18,7 @@ from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.compiled_iteration import Operator
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
-from mpiad.linalg.system import Settings, System, agree_on, check_settings
+from mpiad.linalg.system import ADVICE_FOR_COPIES, Settings, System, agree_on, check_settings
 from mpiad.linalg.vectors import column, inner, require_block
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
@@ -263,8 +263,7 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, problem: Pro
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {error:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
-            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose. If each rank has a copy of "
-            "u instead of a block, average the copies: u = mpi_allreduce(u) / mpi_size()."
+            f"be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose. {ADVICE_FOR_COPIES}"
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
 

@@ -30,6 +30,11 @@ from mpiad.transport.core.agreement import FAILURES, agreed, raise_first, raise_
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, is_array, is_device_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
+# As a map of all copies, an operator is neither symmetric nor regular.
+ADVICE_FOR_COPIES = (
+    "If each rank has a copy of u instead of a block, average the copies: u = mpi_allreduce(u) / mpi_size()."
+)
+
 
 class Settings(NamedTuple):
     """Settings of a solve; the same on all ranks."""

@@ -262,6 +262,7 @@ class DeferredFailures:
     def __init__(self, comm: Comm, call: str, communicated: set[str] | None = None, apart: bool = False):
         self.error: BaseException | None = None  # the first exception
         self._channel, self._call = channel(comm, call), call
+        self._is_part = self._channel.size < MPI.COMM_WORLD.size
         self._agreement_comm = self._channel.separate() if apart else self._channel.data
         # The names of functions that have communicated; calls with the same functions share it.
         self._communicated = set() if communicated is None else communicated
@@ -274,7 +275,7 @@ class DeferredFailures:
         fault, start = self._channel.fault, next(communications)
         try:
             out = fun(*args)
-            if name not in self._communicated and tracing.channels:
+            if self._is_part and name not in self._communicated and tracing.channels:
                 self._require_members(name)
         except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
