@@ -375,6 +375,10 @@ class Schedule:
         """Return the part of the program that a step belongs to."""
         return bisect(self.part_starts, at)
 
+    def outputs_of_parts(self) -> list[list[int]]:
+        """Return the buffers that each part returns."""
+        return [self.outputs[start:end] for start, end in pairwise([0, *self.program.ends, len(self.outputs)])]
+
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
         # Later parts mustn't read the buffers of outputs, which the caller may change.

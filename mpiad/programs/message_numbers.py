@@ -48,6 +48,11 @@ class MessageNumbers:
             known = self.known[origin]
             made.number, made.peer, made.tag = known.number, known.peer, known.tag
 
+    @property
+    def has_known(self) -> bool:
+        """Whether messages have the numbers of other programs."""
+        return bool(self._received)
+
     def all(self) -> Numbers:
         """Return the numbers of this run, for later programs."""
         new = [(origin, made) for origin, made in self.current.items() if origin not in self.known]

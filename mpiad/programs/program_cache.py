@@ -77,6 +77,7 @@ class Entry:
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
         self.communicates, self.channels = recorder.communicates, recorder.channels
         self.admits = admits_of(recorder)
+        self.scheduled: dict[Any, Any] = {}  # of a loop whose steps the program runs; see `scheduled_calls`
 
     def is_current(self) -> bool:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""

@@ -41,7 +41,7 @@ class RepeatedProgram:
     """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
 
     def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
-        self.entry, self.steps = entry, layout.steps
+        self.entry, self.layout, self.leaves, self.steps = entry, layout, len(leaves), layout.steps
         self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
         self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
         # The number of arrays in the state; the place of its cotangents among those of the variables; and for each of the

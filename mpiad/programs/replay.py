@@ -7,7 +7,9 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -35,9 +37,9 @@ from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport import Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import is_watched
+from mpiad.transport.core.channels import Channel, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.linked_calls import LinkedRun
+from mpiad.transport.core.linked_calls import LinkedCall, LinkedRun
 
 # Bytes of each array up to which a prepared operator saves time even if its arguments must be copied to fixed places.
 _PREPARED = 1 << 16
@@ -209,17 +211,49 @@ class Replay:
         buffers = self.schedule.buffers
         self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
-        self.names |= {"bind": self._bind_communicators, "fail": self._fail}
-        self._bind_communicators()
+        self.names |= {"bind": self.bind_communicators, "fail": self.fail}
+        self.bind_communicators()
         self._renumbers, self.is_numbered = bool(numbered - self._messages.keys()), bool(numbered)
+        # For `fixed_replay`, of each part: the addresses of the first linked kernels and their blocks, the envelopes that
+        # it renews, and those of its messages with the places of their tags. And the lines of other steps.
+        self.heads: dict[int, list[tuple[int, int]]] = {}
+        self.by_python: list[tuple[int, list[str]]] = []
+        self.is_linked = prepared and not self._renumbers and not self.numbers.has_known
+        self.renewed: dict[int, list[Envelope]] = {}
+        self.tagged: dict[int, list[tuple[int, Envelope]]] = {}
         self.first, *self.later = self._functions()
 
-    def _bind_communicators(self) -> None:
+    def bind_communicators(self) -> None:
+        """Store the handles of the communicators, which change when channels are renewed."""
         self._blocks.bind_communicators()
         for k, call in enumerate(self._blocks.channels().values()):
             self.names |= {f"C{k}": call.channel, f"D{k}": call.comm}
 
-    def _fail(self, number: int) -> None:
+    def channels(self) -> list[LinkedCall]:
+        """Return a call for each communicator."""
+        return list(self._blocks.channels().values())
+
+    def bind_to(self, b: int, address: int) -> None:
+        """Let kernels read or write a buffer at another address; the functions of the replay can't be called any more."""
+        self._blocks.bind(b, address)
+
+    def name_of(self, b: int) -> str:
+        """Return the name of a buffer in `place_of`."""
+        return self._arrays[b]
+
+    def place_of(self, b: int) -> str:
+        """Return an expression of names that are buffers or among `names`: the array of a buffer."""
+        return self._array(b)
+
+    def address_of_word(self, place: int) -> int:
+        """Return the address of a word of the kernels' blocks; the first one contains the number of a failed call."""
+        return ctypes.addressof(self._blocks.words) + 8 * place
+
+    def unnumbered(self, part: int) -> Counter[tuple[Channel, tuple[str, tuple[int, int]]]]:
+        """Return how many messages without numbers a part counts; see `KernelBlocks.counts`."""
+        return self._blocks.counts(part) if part in self._blocks.calls else Counter()
+
+    def fail(self, number: int) -> None:
         """Raise the error of a call of MPI at the user's line."""
         step = self.schedule.steps[self._blocks.step_of(number)]
         _call_at(self.nodes[step.node].site, "prepared")(lambda: self._blocks.raise_error(number))
@@ -406,8 +440,8 @@ class Replay:
         scratch = self.replays.scratch
         bound: dict[str, Any] = {"memory": None}
 
-        def taken() -> Array:
-            memory = scratch.take(bound["memory"])
+        def taken(memory: Array | None = None) -> Array:
+            memory = scratch.take(bound["memory"]) if memory is None else memory
             if memory is not bound["memory"]:
                 for b in buffers:
                     self.names[f"b{b}"] = array = self._in_memory(b, memory)
@@ -467,7 +501,7 @@ class Replay:
         return self._array(b) + ("[()]" if not found.shape else ".copy()" if is_own else "")
 
     def _append_action(self, k: int, action: Action) -> None:
-        at, step = action.at, self.schedule.steps[action.at]
+        at, step, before = action.at, self.schedule.steps[action.at], len(self._lines)
         if self._blocks.chains[k] is not None:
             self._append_linked(k, action)
         elif action.kind == "loop":
@@ -489,6 +523,8 @@ class Replay:
             made = f"{self._array(step.inputs[0])}[..., {cut}]"
             # A prepared operator takes no message numbers.
             self._lines.append(f"log.append({f'{made}.copy()' if self.prepared else f'logged({made})'})")
+        if self._blocks.chains[k] is None:
+            self.by_python.append((at, self._lines[before:]))
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
@@ -573,6 +609,7 @@ class Replay:
     def _append_linked(self, k: int, action: Action) -> None:
         """Append the call of a kernel or a communication, unless it is linked to the one before."""
         at, message, renewals = action.at, self._messages.get(action.at), list[str]()
+        part = self.schedule.part(at)
         if at in self._operators and action.kind != "end":
             self._prepare_in_place(at)
         if message is not None and message.out is not None:
@@ -582,12 +619,16 @@ class Replay:
         if k not in self._blocks.linked:
             address, kernel = self._blocks.head(k)
             self.names[f"k{k}"], self._head = kernel.function, len(self._lines)
+            self.heads.setdefault(part, []).append((kernel.function.address, address))  # type: ignore[attr-defined]
             self._lines.append(f"k{k}({address})")
         if message is not None:  # it gets its numbers before the first kernel is called
             renewals = self._renewals(message)
+            self.renewed.setdefault(part, []).extend(message.renewed)
             for place, envelope in message.linked.tags():  # type: ignore[union-attr]
                 if envelope.reverse:
-                    renewals.append(f"t[{self._blocks.tag_of(at, place)}] = {tag_text(envelope, self._bound)}")
+                    tag = self._blocks.tag_of(at, place)
+                    renewals.append(f"t[{tag}] = {tag_text(envelope, self._bound)}")
+                    self.tagged.setdefault(part, []).append((tag, envelope))
             self._lines[self._head : self._head] = renewals
             self._head += len(renewals)
         if (message is not None or at in self._operators) and len(self._lines) == self._head + 1:

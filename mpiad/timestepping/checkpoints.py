@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ class Restore(NamedTuple):
 
 
 Action: TypeAlias = Keep | Advance | Reverse | Restore
+_log = logging.getLogger("mpiad")
 _MOST_KNOWN = 1000  # the maximum number of steps for which a schedule's actions are kept in memory, for the next gradient
 
 
@@ -217,3 +219,10 @@ def runs(steps: int, schedule: CheckpointSchedule) -> int:
             total += action.stop - action.first
             is_forward &= isinstance(action, Advance)
     return total
+
+
+def log_repeated_steps(steps: int, schedule: CheckpointSchedule) -> None:
+    """Log the number of recomputed steps, on request."""
+    if _log.isEnabledFor(logging.INFO):
+        text = "timestepping.scan: the gradient of %d steps recomputes %d steps, and records %d steps at a time."
+        _log.info(text, steps, runs(steps, schedule), min(schedule.recorded, steps))

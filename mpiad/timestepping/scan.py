@@ -23,8 +23,18 @@ from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, conformed, spec_like, tangent_of
 from mpiad.pytrees import is_variable, named_leaves
-from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, runs, schedule_of
+from mpiad.timestepping.checkpoints import (
+    Advance,
+    CheckpointSchedule,
+    Keep,
+    Restore,
+    Reverse,
+    actions,
+    log_repeated_steps,
+    schedule_of,
+)
 from mpiad.timestepping.comparison import Comparison, same_bits
+from mpiad.timestepping.scheduled_loop import run_by_commands
 from mpiad.timestepping.snapshots import Snapshots, checksum, checksums, copy_of
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, joined, own, spans
 from mpiad.transport import Spec
@@ -171,9 +181,8 @@ class Loop:
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
-        if self._recorded and _log.isEnabledFor(logging.INFO):
-            text = "timestepping.scan: the gradient of %d steps recomputes %d steps, and records %d steps at a time."
-            _log.info(text, steps, runs(steps, schedule), min(schedule.recorded, steps))
+        if self._recorded:
+            log_repeated_steps(steps, schedule)
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
         # They do if the current tape is that of `linearize`, or that of a gradient in `make_hvp`.
         passes = [tape.passes for tape in (tracing.tape, tracing.tape and tracing.tape.outer) if tape is not None]
@@ -539,7 +548,8 @@ def _scan(
     if schedule is None or (tracing.tape is not None and tracing.tape.unfolds):
         state, observed = _on_the_tape(stepping, steps)
     else:
-        state, observed = Loop(stepping, steps, schedule, stepping.args)(stepping.args)
+        run = run_by_commands(stepping, steps, schedule, stepping.args)
+        state, observed = run or Loop(stepping, steps, schedule, stepping.args)(stepping.args)
     last = stepping.build_state(state)
     return last if stepping.build_observed is None else (last, stepping.build_observed(observed))
 

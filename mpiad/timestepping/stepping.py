@@ -10,7 +10,7 @@ called by Python, on the states that the program returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -245,6 +245,26 @@ class UserStepping:
             self.prepared_steps = length if length == self._count > 1 else self.prepared_steps
         return program
 
+    def scheduled(
+        self, schedule: Hashable, args: Arguments, indices: tuple[int, ...], append: Callable[[Any], object]
+    ) -> Any:
+        """Return the calls of all steps as commands; None if there are none; see `mpiad.programs.scheduled_calls`."""
+        length = self.steps_per_program
+        if self._count is None:
+            return None
+        from mpiad.programs.scheduled_calls import Programs, scheduled  # see `compiled_form`
+
+        programs = {}
+        for steps in {min(length, self._steps), 1}:
+            span = Span(0, steps)
+            found = [self._repeated(span, args.at(span, args.state), variables) for variables in (None, indices)]
+            programs[steps] = Programs(*found)
+        return scheduled(programs, self._steps, (schedule, indices), append)
+
+    def leaves(self, args: Arguments) -> list[Any]:
+        """Return the arguments of a program."""
+        return self._leaves(0, args)
+
     @property
     def _python_observe(self) -> Function | None:
         """The observation, if it isn't compiled."""
@@ -370,6 +390,9 @@ class TangentStepping(NamedTuple):
         self.plain.begin_pass()
 
     def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> None:
+        """See `UserStepping`."""
+
+    def scheduled(self, schedule: Hashable, args: Arguments, indices: tuple[int, ...], append: Callable) -> None:
         """See `UserStepping`."""
 
     @property

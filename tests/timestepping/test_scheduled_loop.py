@@ -1,0 +1,228 @@
+"""Gradients of loops with checkpoints that machine code runs, beside the same loop in plain NumPy by complex steps."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.programs import scheduled_calls
+from mpiad.timestepping import CheckpointSchedule, scan
+
+pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+BEFORE, AFTER = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+COUNTS = [3 + rank % 2 for rank in range(SIZE)]
+FIRST = sum(COUNTS[:RANK])
+MINE = slice(FIRST, FIRST + COUNTS[RANK])
+rng = np.random.default_rng(8)
+START, RATES = rng.standard_normal(sum(COUNTS)), np.array([0.3, -0.2, 0.1])
+
+
+@pytest.fixture
+def by_commands(monkeypatch):
+    """The numbers of gradients that commands have computed, as a list of ones."""
+    done, backward = [], scheduled_calls.ScheduledCalls.backward
+
+    def counted(calls, *args):
+        done.append(1)
+        return backward(calls, *args)
+
+    monkeypatch.setattr(scheduled_calls.ScheduledCalls, "backward", counted)
+    return done
+
+
+def from_neighbours(u):
+    """The neighbours' entries before and after those of this rank, by an exchange and by nonblocking messages."""
+    if SIZE == 1:
+        return u[-1:], u[:1]
+    before = mpiad.mpi_exchange(u[-1:], dest=AFTER, source=BEFORE, tag=1)
+    requests = [mpiad.mpi_irecv(u[:1], AFTER, tag=2), mpiad.mpi_isend(u[:1], BEFORE, tag=2)]
+    return before, mpiad.mpi_waitall(requests)[0]
+
+
+def step(state, k, force, rates):
+    """A cyclic permutation of arrays, one of which stays; the flux of neighbours; a sum over ranks; the step's number."""
+    u, older, weights = state
+    before, after = from_neighbours(u)
+    p = anp.concatenate([before, u, after])
+    total = mpiad.mpi_allreduce(anp.sum(u * weights))
+    new = u + rates[0] * (p[2:] + p[:-2] - 2 * u) + rates[1] * older * weights + 0.01 * (k + 1) * force
+    return new + rates[2] * anp.sin(total), u, weights
+
+
+def whole(start, forces, rates, steps):
+    """The loss of all ranks in one process, also of complex numbers."""
+    weights = np.cos(np.arange(len(START)))
+    u, older, total = start, start**2, 0.0
+    for k in range(steps):
+        around = np.roll(u, 1) + np.roll(u, -1) - 2 * u
+        new = u + rates[0] * around + rates[1] * older * weights + 0.01 * (k + 1) * forces[k]
+        u, older = new + rates[2] * np.sin(np.sum(u * weights)), u
+        total = total + np.sum(np.sin(u * older)) + np.sum(u[: COUNTS[0]] ** 3)
+    return total + np.sum(u**2 * older)
+
+
+def observed(state, k, rates):
+    """A number per rank, and for rank 0 another one; arrays that are the state itself among the results."""
+    u, older, _ = state
+    return anp.sum(anp.sin(u * older)), u**3 if RANK == 0 else u
+
+
+def loss_of(advance, observe, steps, checkpoints):
+    def loss(x):
+        u, forces, rates = x
+        state = u, u**2, np.cos(np.arange(len(START)))[MINE]
+        (u, older, _), (sines, seen) = scan(
+            advance, state, steps, rates, inputs=forces, observe=observe, checkpoints=checkpoints
+        )
+        return anp.sum(sines) + (anp.sum(seen) if RANK == 0 else 0 * anp.sum(seen)) + anp.sum(u**2 * older)
+
+    return loss
+
+
+def slopes(x, gradient, steps):
+    """Directional derivatives with respect to each argument by the gradient, and by complex steps of the whole."""
+    along = [np.cos(3 * part + 1) for part in x]
+    cut = along[0][MINE], along[1][:, MINE], along[2]
+    found = [COMM.allreduce(np.sum(g * v)) for g, v in zip(gradient, cut)]
+    zeros = [np.zeros_like(part) for part in x]
+    moved = [[*zeros[:k], v, *zeros[k + 1 :]] for k, v in enumerate(along)]
+    expected = [whole(*[a + 1e-30j * b for a, b in zip(x, v)], steps).imag / 1e-30 for v in moved]
+    return found, expected
+
+
+def arguments(steps):
+    return START, np.random.default_rng(2).standard_normal((steps, len(START))), RATES
+
+
+SCHEDULES = [1, 4, 100, CheckpointSchedule(2, recorded=5), CheckpointSchedule(1, recorded=40)]
+
+
+@pytest.mark.parametrize("steps", [1, 11, 40])
+@pytest.mark.parametrize("checkpoints", SCHEDULES, ids=str)
+def test_values_and_gradients(checkpoints, steps, by_commands):
+    """The later gradients are computed by commands, at other arguments than those with which they were made."""
+    advance, observe = mpiad.jit(step, strict=True), mpiad.jit(observed, strict=True)
+    gradient = mpiad.value_and_grad(loss_of(advance, observe, steps, checkpoints), objective="sum")
+    for factor in (1.0, 0.9, 1.1, 0.8, 1.2, 0.7):
+        x = [factor * part for part in arguments(steps)]
+        value, found = gradient((x[0][MINE], x[1][:, MINE], x[2]))
+        np.testing.assert_allclose(value, whole(*x, steps), rtol=1e-12)
+        products, expected = slopes(x, found, steps)
+        np.testing.assert_allclose(products, expected, rtol=1e-10, atol=1e-12)
+    assert len(by_commands) >= 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_beside_a_rank_that_interprets_its_steps(by_commands):
+    """Ranks with and without commands make the same communications in the same order."""
+    plain = SIZE - 1 == RANK
+    advance, observe = (step, observed) if plain else (mpiad.jit(step, strict=True), mpiad.jit(observed, strict=True))
+    gradient, x = mpiad.value_and_grad(loss_of(advance, observe, 11, 3), objective="sum"), arguments(11)
+    for _ in range(5):
+        value, found = gradient((x[0][MINE], x[1][:, MINE], x[2]))
+        np.testing.assert_allclose(value, whole(*x, 11), rtol=1e-12)
+        np.testing.assert_allclose(*slopes(x, found, 11), rtol=1e-10)
+    assert (not by_commands) == plain
+
+
+def test_two_loops_of_one_step_in_one_loss(by_commands):
+    """The second loop begins before the reverse pass of the first one, and needs memory of its own."""
+    advance, observe = mpiad.jit(step, strict=True), mpiad.jit(observed, strict=True)
+    loss, x = loss_of(advance, observe, 11, 2), arguments(11)
+    both = mpiad.value_and_grad(lambda x: loss(x) + loss((anp.sin(x[0]), *x[1:])), objective="sum")
+    for _ in range(5):
+        value, found = both((x[0][MINE], x[1][:, MINE], x[2]))
+        np.testing.assert_allclose(value, whole(*x, 11) + whole(np.sin(x[0]), *x[1:], 11), rtol=1e-12)
+        along = [np.cos(3 * part + 1) for part in x]
+        z = [a + 1e-30j * b for a, b in zip(x, along)]
+        expected = (whole(*z, 11) + whole(np.sin(z[0]), *z[1:], 11)).imag / 1e-30
+        product = sum(np.sum(g * v) for g, v in zip(found, (along[0][MINE], along[1][:, MINE], along[2])))
+        np.testing.assert_allclose(COMM.allreduce(product), expected, rtol=1e-10)
+    assert len(by_commands) >= 4
+
+
+def test_what_a_step_repeats_otherwise_is_reported(monkeypatch):
+    """After the forward run the stored last state is changed, as by a step with random numbers."""
+    advance = mpiad.jit(lambda u, k, a: u + a * anp.sin(u), strict=True)
+    gradient = mpiad.value_and_grad(lambda u: anp.sum(scan(advance, u, 7, 0.1, checkpoints=2) ** 2), objective="sum")
+    for _ in range(5):
+        gradient(START)
+    forward = scheduled_calls.ScheduledCalls.forward
+
+    def disturbed(calls, leaves):
+        values = forward(calls, leaves)
+        calls._after[0][2] += 1e-3
+        return values
+
+    monkeypatch.setattr(scheduled_calls.ScheduledCalls, "forward", disturbed)
+    with pytest.raises(
+        RuntimeError, match=r"test_scheduled_loop.py:\d+ doesn't depend .* the state after step 6 changed by 1"
+    ):
+        gradient(START)
+    monkeypatch.undo()
+    expected = gradient(START)
+    np.testing.assert_array_equal(gradient(START)[1], expected[1])
+
+
+def by_hand(advance, steps, u, *params):
+    """The loop as Python runs it."""
+    for k in range(steps):
+        u = advance(u, k, *params)
+    return u
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("start", [0.3, START], ids=["number", "array"])
+def test_states_and_parameters_of_other_kinds(start, dtype, by_commands):
+    """Numbers as states and parameters, complex ones and those in single precision, beside the loop that Python runs."""
+    u, rate = np.array(start * (1 + 0.5j if np.dtype(dtype).kind == "c" else 1), dtype)[()], dtype(0.2)
+
+    def advance(u, k, rate):
+        return u + rate * anp.sin(u) * (1 + 0.1 * anp.cos(0.3 * k)).astype(dtype)
+
+    def loss(run):
+        return lambda x: anp.sum(anp.abs(run(x)) ** 2)
+
+    step = mpiad.jit(advance, strict=True)
+    expected = mpiad.value_and_grad(loss(lambda x: by_hand(advance, 9, *x)), objective="sum")((u, rate))
+    gradient = mpiad.value_and_grad(loss(lambda x: scan(step, x[0], 9, x[1], checkpoints=2)), objective="sum")
+    for _ in range(5):
+        value, slopes = gradient((u, rate))
+    tolerance = 50 * np.finfo(dtype).eps
+    np.testing.assert_allclose(value, expected[0], rtol=tolerance)
+    for found, right in zip(slopes, expected[1]):
+        assert (found.dtype, np.shape(found)) == (right.dtype, np.shape(right))
+        np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance * np.max(np.abs(right)))
+    assert len(by_commands) >= 2
+
+
+def test_halos_of_large_blocks(by_commands):
+    """Blocks beyond 4 KiB, whose temporary arrays share memory, and which exchange halos in place."""
+    domain = mpiad.Domain((37, 41), periodic=(True, False))
+    mine = domain.owned
+    u0 = np.random.default_rng(3).standard_normal((37, 41))[mine]
+    c = 0.1 + 0.05 * np.random.default_rng(4).random((37, 41))[mine]
+
+    def advance(state, k, c):
+        u, v = state
+        p = domain.exchange(u)
+        around = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u
+        v = v + c * around - 0.01 * u**3
+        return u + v, v
+
+    def loss(run):
+        return lambda x: anp.sum(anp.tanh(run((x[0], 0 * x[0]), x[1])[0]) ** 2)
+
+    expected = mpiad.value_and_grad(loss(lambda state, c: by_hand(advance, 12, state, c)), objective="sum")((u0, c))
+    step = mpiad.jit(advance, strict=True)
+    gradient = mpiad.value_and_grad(loss(lambda state, c: scan(step, state, 12, c, checkpoints=3)), objective="sum")
+    for _ in range(5):
+        value, slopes = gradient((u0, c))
+    np.testing.assert_allclose(value, expected[0], rtol=1e-13)
+    for found, right in zip(slopes, expected[1]):
+        np.testing.assert_allclose(found, right, rtol=0, atol=1e-13 * np.max(np.abs(right)))
+    assert len(by_commands) >= 2
