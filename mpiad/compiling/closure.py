@@ -612,7 +612,7 @@ _CHANGING = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _READING = {"copy", "count", "get", "index", "items", "keys", "values"}
 
 
-def survey(fun: Any, kind: type) -> tuple[bool, str]:
+def survey(fun: Any, kind: type | tuple[()]) -> tuple[bool, str]:
     """Return whether a function reads an object of a class, and its effect besides its result, "" for none.
 
     May raise HoldsTraced.
@@ -751,6 +751,9 @@ class _WatchReader(FunctionReader):
         return None
 
 
+PRINTS = "prints"  # the effect of a function that has no other effect
+
+
 class _Survey(_WatchReader):
     """A traversal for `survey`, which passes over objects that can't be followed, and ends at objects of the class."""
 
@@ -800,7 +803,7 @@ class _Survey(_WatchReader):
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
         if name == "print":
-            self.effect = "prints"
+            self.effect = self.effect or PRINTS
 
     def attribute(self, value: Any, name: str) -> Any:
         if isinstance(value, (list, dict, set, deque)) and name not in _READING:

@@ -110,13 +110,28 @@ def all_on(tape: object, parents: Parents) -> bool:
 
 def still_traced(argnums: Sequence[int], parents: Sequence[N]) -> tuple[tuple[int, ...], tuple[N, ...]]:
     """Return argument numbers and nodes of those inputs whose traces haven't ended."""
-    active = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
+    tapes = [getattr(parent, "tape", _OPEN) for parent in parents]
+    active = [k for k, tape in enumerate(tapes) if tape.record is not None]
+    if len(active) < len(tapes):
+        require_results(tapes)
     return tuple([argnums[k] for k in active]), tuple([parents[k] for k in active])
+
+
+def require_results(tapes: Sequence[Any]) -> None:
+    """Raise a RuntimeError for a value that a repeated function has kept, and that isn't one of its results."""
+    place = next((tape.repeats for tape in tapes if tape.record is None and tape.repeats), "")
+    if place:
+        raise RuntimeError(
+            f"timestepping.scan: the function at {place} keeps a value in an object outside of it, and the value is used "
+            "after the step. With checkpoints, only what step and observe return has derivatives. Return it from observe=; "
+            "if it needs no derivative, keep mpiad.stop_gradient(value); or omit checkpoints."
+        )
 
 
 # Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.
 class _NoTape(NamedTuple):
     record: tuple[()] | None
+    repeats: str = ""
 
 
 _ENDED, _OPEN = _NoTape(None), _NoTape(())
@@ -175,6 +190,8 @@ class LibraryTape(Tape):
 
     number = before = -1  # the number of this trace, and the counter's value before this trace
     records_constants = unfolds = False
+    # The line of a function that is called again to differentiate its results; values that it keeps have no derivative.
+    repeats = ""
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -394,5 +411,6 @@ def without_ended_traces(value: Array) -> Array:
         tape = getattr(value._node, "tape", None)
         if tape is None or tape.record is not None:
             break
+        require_results([tape])
         value = value._value
     return value

@@ -116,11 +116,16 @@ def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Tree]:
 
 
 def trace_backwards(
-    fun: Callable[[Tree], Tree], variables: Variables, of_cotangents: bool = False, passes: str = "several"
+    fun: Callable[[Tree], Tree],
+    variables: Variables,
+    of_cotangents: bool = False,
+    passes: str = "several",
+    repeats: str = "",
 ) -> Traced:
-    """Run a function in reverse mode, with its variables traced; `of_cotangents` and `passes` as in `Tape`."""
+    """Run a function in reverse mode, with its variables traced; `of_cotangents`, `passes` and `repeats` as in `Tape`."""
     discover()
     tape, builds = OrderedTape(of_cotangents, passes), list[Any]()
+    tape.repeats = repeats
 
     def called(boxes: list[Array]) -> list[Array]:
         leaves, build = flatten(fun(variables.filled(boxes)))
@@ -131,10 +136,13 @@ def trace_backwards(
     return Traced(values, places, builds[0], recording, unfinished(tape))
 
 
-def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array]) -> tuple[Tree, Tree]:
-    """Run a function in forward mode; return its result and the tangent of the result."""
+def trace_forwards(
+    fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array], repeats: str = ""
+) -> tuple[Tree, Tree]:
+    """Run a function in forward mode; return its result and the tangent of the result; `repeats` as in `Tape`."""
     discover()
     tape = TangentTape()
+    tape.repeats = repeats
     with restoring_state():
         with tape:
             boxes = [tape.variable(variables.leaves[place], g) for place, g in zip(variables.places, tangents)]

@@ -190,22 +190,28 @@ def _called_with_tangents(cache: ProgramCache, arguments: Arguments, boxed: list
     with suspended(tape.outer, body=False):
         made = both(leaves, [arguments.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
-    result, changes = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
+    result, changes, same = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
     for k, new in changes.items():
         assign(arguments.leaves[k], new)
-    return result
+    if not same:
+        return result
+    leaves, build = flatten(result)
+    return build([arguments.leaves[same[i]] if i in same else x for i, x in enumerate(leaves)])
 
 
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     """Return a function of the leaves and of tangents of some of them, which returns value and tangent of `called`."""
-    # `called` returns the result of `fun`, and those arguments that it has changed in place, by the index of the leaf.
+    # `called` returns the result of `fun`, those arguments that it has changed in place, by the index of the leaf, and the
+    # indices of those that are leaves of the result themselves, by the index there.
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
-        def called(call: tuple) -> tuple[Tree, dict[int, Array]]:
+        def called(call: tuple) -> tuple[Tree, dict[int, Array], dict[int, int]]:
             arguments = flatten(call)[0]
             nodes = {k: arguments[k]._node for k in places}
             made = fun(*call[0], **call[1])
-            return made, {k: arguments[k] for k, node in nodes.items() if arguments[k]._node is not node}
+            changed = {k: arguments[k] for k, node in nodes.items() if arguments[k]._node is not node}
+            results = enumerate(flatten(made)[0])
+            return made, changed, {i: k for i, x in results for k, argument in changed.items() if x is argument}
 
         return trace_forwards(called, Variables(leaves, list(places), build), tangents)
 

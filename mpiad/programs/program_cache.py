@@ -25,6 +25,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
 from mpiad.compiling.source import indented
+from mpiad.differentiation.in_place import CHANGED_ARGUMENT
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.interpretation import Interpretation, Note
 from mpiad.programs.recorder import Recorder
@@ -243,7 +244,7 @@ class ProgramCache:
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
-        self.warned = False
+        self.warned = self._changes_arguments = False
         self.most_operations: int | None = None  # of programs; None for no limit
         self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
@@ -367,8 +368,9 @@ class ProgramCache:
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
     def run(self, arguments: Arguments) -> Tree:
-        """Call the function itself, and return new arrays."""
-        return fresh(self.fun(*arguments.args, **arguments.kwargs))
+        """Call the function itself, and return new arrays, unless it changes its arguments, which may be its results."""
+        made = self.fun(*arguments.args, **arguments.kwargs)
+        return made if self._changes_arguments else fresh(made)
 
     def interpreted(
         self, key: Hashable, arguments: Arguments, failure: FailedTrace | None = None, retrace: Retrace | None = None,
@@ -385,6 +387,7 @@ class ProgramCache:
             return made
         if failure.is_raised_by_user and not failure.recorder.communicates:
             raise failure.error
+        self._changes_arguments |= CHANGED_ARGUMENT in str(failure.error)
         interpretation = Interpretation()
         with interpretation if failure.needs_run else nullcontext():
             made = self.run(arguments)

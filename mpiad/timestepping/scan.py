@@ -238,7 +238,11 @@ class Loop:
         A TypeError is raised if a step uses a traced value that isn't an argument.
         """
         for part in spans(self.stepping, *span):
-            state, columns = self.stepping.run(part, args.at(part, state))
+            given = args.at(part, state)
+            if self._recorded and self.stepping.keeps_values:
+                state, columns = self._run_traced(part, given)
+            else:
+                state, columns = self.stepping.run(part, given)
             if any(map(isbox, [*state, *columns])):
                 raise TypeError(
                     "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
@@ -248,6 +252,14 @@ class Loop:
             if observed is not None and columns:
                 self._store(columns, part, observed)
         return state
+
+    def _run_traced(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
+        """Run some steps on plain arrays in a trace, so that the use of a value that they keep is an error."""
+        variables, line = Variables(args.all(), list(self._indices), list), self.stepping.places[0]
+        traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, repeats=line)
+        if traced.problem is not None:
+            raise traced.problem.kind(traced.problem.text)
+        return traced.values[: len(args.state)], traced.values[len(args.state) :]
 
     def _store(self, columns: list[Array], span: Span, observed: list[Array]) -> None:
         """Store the values observed after some steps in the `observed` arrays, which the first step creates."""
@@ -587,6 +599,9 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     args, blocks = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(copy_of, args.state))
+    if tracing.recorder is None and not stepping.is_pure:
+        # Plain autograd changes no array in place, and its traced arrays have no `copy`.
+        state = [leaf.copy() if isbox(leaf) and np.ndim(leaf) and hasattr(leaf, "copy") else leaf for leaf in state]
     with restoring_state():
         for span in spans(stepping, 0, steps):
             state, columns = stepping.run(span, args.at(span, state))

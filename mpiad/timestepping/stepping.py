@@ -9,6 +9,7 @@ called by Python, on the states that the program returns.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.closure import PRINTS, HoldsTraced, survey
 from mpiad.compiling.program import place_of
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.trace import Variables, trace_forwards
@@ -130,6 +132,17 @@ class UserStepping:
     def is_plain(self) -> bool:
         """Whether the step neither is compiled nor calls jitted functions."""
         return self._form is None and tracing.recorder is None
+
+    @functools.cached_property
+    def keeps_values(self) -> bool:
+        """Whether Python calls a function that may keep values in objects outside of it."""
+        if tracing.recorder is not None:
+            return False
+        called = [self._advance if self._form is None else None, self._python_observe]
+        try:
+            return any(fun is not None and survey(fun, ())[1] not in ("", PRINTS) for fun in called)
+        except HoldsTraced:  # the step raises an error
+            return False
 
     @property
     def is_pure(self) -> bool:
@@ -379,6 +392,7 @@ class TangentStepping(NamedTuple):
     inputs: list[int]
     params: list[int]
     prepared_steps = 0  # see `UserStepping`; other programs compute tangents
+    keeps_values = False  # `run` traces
 
     @property
     def steps_per_program(self) -> int:
@@ -415,7 +429,8 @@ class TangentStepping(NamedTuple):
         def called(leaves: list[Array]) -> tuple[list[Array], list[Array]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, columns), (dstate, dcolumns) = trace_forwards(called, Variables(leaves, indices, list), tangents)
+        variables, line = Variables(leaves, indices, list), self.places[0]
+        (state, columns), (dstate, dcolumns) = trace_forwards(called, variables, tangents, repeats=line)
         return [*state, *dstate], [*columns, *dcolumns]
 
 

@@ -165,6 +165,38 @@ def test_functions_that_write_into_what_they_are_given(write):
 
 
 @pytest.mark.serial
+def test_a_function_that_returns_the_argument_that_it_changes(rank):
+    """Its result stays the argument, as where it isn't compiled, in values and in all derivatives."""
+
+    def towards(state, target):
+        state["x"] += 0.5 * (target - state["x"])
+        return state["x"], 2 * target
+
+    def loss(step, x, copies):
+        moved = x * 1.0 if copies else x
+        for _ in range(3):
+            moved, _ = step({"x": moved}, 1.0)
+        return mpiad.mpi_allreduce(anp.sum((moved - x) ** 2 + anp.sin(x)))
+
+    for copies in (False, True):
+        # Where x itself is moved, it ends at 1 - (1 - x) / 8.
+        ahead = 1 - (1 - (START + rank)) / 8
+        start, v = START + rank, np.array([1.0, -2.0, 0.5])
+        exact = np.sum((ahead - start) ** 2 + np.sin(start)) if copies else np.sum(np.sin(ahead))
+        slope = -2 * (7 / 8) * (ahead - start) + np.cos(start) if copies else np.cos(ahead) / 8
+        step = mpiad.jit(towards)
+        for _ in range(2):
+            value, gradient = mpiad.value_and_grad(lambda x, step=step, c=copies: loss(step, x, c))(start.copy())
+            np.testing.assert_allclose(value, mpiad.mpi_allreduce(exact), rtol=1e-14)
+            np.testing.assert_allclose(gradient, slope, rtol=1e-13)
+            tangent = mpiad.jvp(lambda x, step=step, c=copies: loss(step, x, c), start.copy(), v)
+            np.testing.assert_allclose(tangent, [value, mpiad.mpi_allreduce(slope @ v)], rtol=1e-13)
+            np.testing.assert_allclose(loss(step, start.copy(), copies), value, rtol=1e-14)
+
+
+START = np.array([0.2, 1.7, -0.4])
+
+
 def test_orders_that_depend_on_memory():
     jitted = mpiad.jit(lambda a: anp.ravel(a.T * 2, "K") + anp.reshape(a.T * 2, -1, order="A"))
     for a in (np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) ** 2):

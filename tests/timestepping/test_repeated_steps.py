@@ -206,3 +206,73 @@ def test_steps_that_amplify_the_rounding_of_compressed_states_are_no_error():
         state = step(state, k, 0.1 + 1e-30j)
     exact = np.sum(state[1] ** 2).imag / 1e-30
     assert 1e-9 < abs(mpiad.grad(loss)(0.1) / exact - 1) < 0.02
+
+
+def _kept_in(way):
+    """A loop whose steps keep squares of the state, and the function that adds them up."""
+    squares, box, last = [], 0.0, {}
+
+    class Box:
+        total = 0.0
+
+    def keep(value, k):
+        nonlocal box
+        if way == "list":
+            squares.append(value)
+        elif way == "dict":
+            last[k] = value
+        elif way == "attribute":
+            Box.total = Box.total + value
+        else:
+            box = value if k == 0 else box + value
+
+    def total():
+        return {"list": sum(squares), "dict": sum(last.values()), "attribute": Box.total, "variable": box}[way]
+
+    return keep, total
+
+
+@pytest.mark.parametrize("where", ["step", "observe", "around a compiled step"])
+@pytest.mark.parametrize("way", ["list", "dict", "attribute", "variable"])
+def test_what_steps_keep_is_no_constant(way, where, rank):
+    """Without checkpoints its derivative is exact; with checkpoints its use is an error, if a derivative is asked for."""
+    shrink = mpiad.jit(lambda u: 0.9 * u) if where == "around a compiled step" else lambda u: 0.9 * u
+
+    def loss(u, checkpoints):
+        keep, total = _kept_in(way)
+
+        def step(u, k):
+            u = shrink(u)
+            if where != "observe":
+                keep(anp.sum(u**2), k)
+            return u
+
+        def observe(u, k):
+            keep(anp.sum(u**2), k)
+            return u[0]
+
+        scan(step, u, 3, checkpoints=checkpoints, observe=observe if where == "observe" else None)
+        return mpiad.mpi_allreduce(total())
+
+    u = np.arange(1.0, 4.0) + rank
+    factor = 0.9**2 + 0.9**4 + 0.9**6
+    np.testing.assert_allclose(mpiad.grad(lambda u: loss(u, None))(u), 2 * factor * u, rtol=1e-14)
+    np.testing.assert_allclose(loss(u, 2), factor * mpiad.mpi_allreduce(np.sum(u**2)), rtol=1e-14)
+    for derivative in (mpiad.value_and_grad, mpiad.hvp, lambda fun: lambda u, *v: mpiad.jvp(fun, u, u)):
+        with pytest.raises(RuntimeError, match=r"test_repeated_steps.py:\d+ keeps a value .* Return it from observe="):
+            derivative(lambda u: loss(u, 2))(*[u] * (2 if derivative is mpiad.hvp else 1))
+
+
+@pytest.mark.serial
+def test_plain_values_may_be_kept():
+    """For a picture: `stop_gradient` gives numbers, also in the steps that the gradient repeats."""
+    seen = []
+
+    def step(u, k, c):
+        seen.append((k, float(mpiad.stop_gradient(anp.max(u)))))
+        return c * u
+
+    u = np.array([1.0, 3.0])
+    gradient = mpiad.grad(lambda c: anp.sum(scan(step, u, 4, c, checkpoints=2)))(0.5)
+    assert gradient == pytest.approx(4 * 4 * 0.5**3)
+    assert sorted(set(seen)) == [(k, 3 * 0.5**k) for k in range(4)]

@@ -368,6 +368,30 @@ def test_a_step_may_write_into_the_state_that_it_gets(kept):
     np.testing.assert_array_equal(start, [1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("kept", [None, 2])
+def test_the_variable_from_which_a_loop_starts_stays_as_it_is(kept, is_jitted, rank):
+    """Its square distance from a state that steps write into, beside a closed form, in all derivatives."""
+
+    def halve(u, k):
+        u *= 0.5
+        return u
+
+    step = mpiad.jit(halve) if is_jitted else halve
+
+    def distance(u):
+        return mpiad.mpi_allreduce(anp.sum((scan(step, u, 3, checkpoints=kept) - u) ** 2))
+
+    u, v = np.arange(1.0, 4.0) + rank, np.array([1.0, -2.0, 0.5]) * (rank + 1)
+    total = mpiad.mpi_allreduce
+    for _ in range(2):
+        value, gradient = mpiad.value_and_grad(distance)(u)
+        assert value == pytest.approx(distance(u)) == pytest.approx((7 / 8) ** 2 * total(np.sum(u**2)))
+        np.testing.assert_allclose(gradient, 2 * (7 / 8) ** 2 * u, rtol=1e-14)
+        assert mpiad.jvp(distance, u, v)[1] == pytest.approx(2 * (7 / 8) ** 2 * total(np.sum(u * v)))
+        np.testing.assert_allclose(mpiad.hvp(distance)(u, v), 2 * (7 / 8) ** 2 * v, rtol=1e-14)
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize("kept", [None, 1, 5])
 def test_what_is_observed_stays_where_the_state_is_written_into(kept):
