@@ -197,8 +197,11 @@ class _Translation:
                 if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
-            # An integer argument is read as a float.
+            # An integer argument is read as a float; another integer, such as the number of a later step, becomes one.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
+            if node.dtype.kind in "iu" and not node.shape and not integer:
+                call = Step("call", np.add, (Slot(0), 0.0), {}, (), self.program.site)
+                return self.value(self.program.add("call", [x.number], (), np.dtype(np.float64), call))
             if not integer and x.dtype not in COMPUTED:
                 raise Unsupported
             return x

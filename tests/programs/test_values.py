@@ -669,3 +669,24 @@ def test_numbers_are_those_of_python(fun, numbers, entries, size):
         else:
             with pytest.raises(ZeroDivisionError):
                 gradient(x, k)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+def test_loops_read_numbers_that_are_computed_from_integers(dtype):
+    """As in the later ones of several steps: NumPy computes the number, but no array."""
+
+    def fun(u, k):
+        return u * (k + 1) + anp.sin(u) / (2 * k - 5) + (k // 2) * u**2
+
+    u, v = np.array([0.3, -1.2, 2.0]).astype(dtype), np.array([1.0, 0.5, -2.0]).astype(dtype)
+    jitted = mpiad.jit(fun, strict=True)
+    for k in (0, 3, -2):
+        value = jitted(u, k)
+        np.testing.assert_allclose(value, fun(u, k), rtol=20 * np.finfo(dtype).eps)
+        assert value.dtype == fun(u, k).dtype
+        slope = (k + 1) + np.cos(u) / (2 * k - 5) + 2 * (k // 2) * u
+        tangent = mpiad.jvp(lambda u, k=k: jitted(u, k), u, v)[1]
+        np.testing.assert_allclose(tangent, slope * v, rtol=0, atol=50 * np.finfo(dtype).eps * np.max(np.abs(slope * v)))
+    arrays = [line for line in jitted.program(u, 3).loops.splitlines() if "loop" in line]
+    assert len(arrays) == 1
