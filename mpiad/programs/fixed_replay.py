@@ -85,6 +85,8 @@ class FixedReplay:
             raise Unsuitable from None
         if not all(type(x) is np.ndarray and x.flags.c_contiguous for part in self.results for x in part):
             raise Unsuitable
+        if any(buffers[root_of(buffers, b)].kind == "input" for b in replays.schedule.outputs):  # changed by the next call
+            raise Unsuitable
 
     def _steps_of_numbers(self) -> None:
         """Raise an exception unless the results of all calls of Python depend on the first argument, a number, alone."""

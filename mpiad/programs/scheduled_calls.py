@@ -85,13 +85,11 @@ class ScheduledCalls:
         schedule = some.entry.replays.schedule
         results = [[schedule.buffers[b] for b in part] for part in schedule.outputs_of_parts()]
         first, later = [[np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in part] for part in results]
+        observed = [np.broadcast_to(x[:1], (steps, *x.shape[1:])) for x in first[some.states :]]
         self._state, self._seeds, self._after = [self._new(first[: some.states]) for _ in range(3)]
-        self._observed, self._observed_seeds = [
-            [np.zeros((steps, *x.shape[1:]), x.dtype) for x in first[some.states :]] for _ in range(2)
-        ]
-        others = later[: some.place] + later[some.place + some.states :]
-        shapes = [(steps, *x.shape[1:]) if is_entry else x.shape for x, is_entry in zip(others, some.is_entry)]
-        self._sums = [np.zeros(shape, x.dtype) for shape, x in zip(shapes, others)]
+        self._observed, self._observed_seeds = self._new(observed), self._new(observed)
+        others = zip(later[: some.place] + later[some.place + some.states :], some.is_entry)
+        self._sums = self._new([np.broadcast_to(x[:1], (steps, *x.shape[1:])) if entry else x for x, entry in others])
 
     def _new(self, like: Sequence[Any]) -> list[Array]:
         self._bytes += sum(x.nbytes for x in like)
@@ -117,11 +115,11 @@ class ScheduledCalls:
     def keep(self, number: int) -> None:
         """Store the state before a step."""
         self._stored[number] = self._free.pop() if self._free else self._new(self._state)
-        self._move(self._stored[number], self._state)
+        self._copy(self._stored[number], self._state)
 
     def restore(self, number: int, last: bool) -> None:
         """Restore the state before a step; `last`: whether it isn't needed any more."""
-        self._move(self._state, self._stored[number])
+        self._copy(self._state, self._stored[number])
         if last:
             self._free.append(self._stored.pop(number))
 
@@ -139,7 +137,7 @@ class ScheduledCalls:
         if not self._middle:
             self.keep(first)
             self.advance(first, stop)
-            self._move(self._after, self._state)
+            self._copy(self._after, self._state)
             self._middle = len(self._commands)
             self.restore(first, last=True)
         blocks = [
@@ -149,7 +147,7 @@ class ScheduledCalls:
         for replay, program, start in blocks:
             self._append_run(replay, program, start, observes=True)
         self._compare(stop - 1, False, self._state, self._after)
-        self._move(self._after, [blocks[0][0].arguments[k] for k in self._program.layout.state])
+        self._copy(self._after, [blocks[0][0].arguments[k] for k in self._program.layout.state])
         for replay, program, start in reversed(blocks):
             self._append_adjoint(replay, program, start)
 
@@ -166,26 +164,20 @@ class ScheduledCalls:
         if first < stop:
             raise Unsuitable
 
-    def _move(self, out: Sequence[Array], given: Sequence[Array]) -> None:
-        """Append copies of arrays, which may be views of targets of others."""
-        if any(np.may_share_memory(x, y) for k, x in enumerate(given) for y in out[:k]):
-            copies = self._new(given)
-            self._move(copies, given)
-            given = copies
+    def _copy(self, out: Sequence[Array], given: Sequence[Array]) -> None:
         for x, y in zip(out, given):
             self._commands.copy(x, y)
 
     def _append_run(self, replay: FixedReplay, program: RepeatedProgram, start: int, observes: bool) -> None:
         commands, arguments, layout = self._commands, replay.arguments, program.layout
-        for k, x in zip(layout.state, self._state):
-            commands.copy(arguments.setdefault(k, np.zeros_like(x)), x)
+        self._copy([arguments.setdefault(k, np.zeros_like(x)) for k, x in zip(layout.state, self._state)], self._state)
         for k in layout.entries:
             if k in arguments:
                 commands.copy_entries(arguments[k], k, start * arguments[k][0].nbytes)
         self._append_call(replay, program, 0, start)
         if observes:
             self._observe(replay.results[0][program.states :], start)
-        self._move(self._state, replay.results[0][: program.states])
+        self._copy(self._state, replay.results[0][: program.states])
 
     def _append_call(self, replay: FixedReplay, program: RepeatedProgram, part: int, start: int) -> None:
         before, is_later = len(self._commands), self._middle > 0
@@ -219,7 +211,7 @@ class ScheduledCalls:
                 self._commands.copy(total[rows], g)
             else:
                 self._commands.add(total, g)
-        self._move(self._seeds, made[program.place : end])
+        self._copy(self._seeds, made[program.place : end])
 
     def admits(self, leaves: Sequence[Any]) -> bool:
         """Return whether the programs can compute with these arguments."""
@@ -247,6 +239,7 @@ class ScheduledCalls:
         for x in self._sums:
             x[...] = 0
         self._run(self._middle, len(self._commands), self._later_counts, differs)
+        self._entries.clear()
         return [x.copy()[()] for x in (*self._seeds, *self._sums)]
 
     def _run(self, start: int, stop: int, counts: MessageCounts, differs: Callable[[Difference], object]) -> None:

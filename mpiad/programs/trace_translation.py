@@ -200,7 +200,7 @@ class _Translation:
             # An integer argument is read as a float; another integer, such as the number of a later step, becomes one.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
             if node.dtype.kind in "iu" and not node.shape and not integer:
-                call = Step("call", np.add, (Slot(0), 0.0), {}, (), self.program.site)
+                call = Step("call", np.add, (Slot(0), 0.0), {}, (), self.program.site)  # type: ignore[arg-type]
                 return self.value(self.program.add("call", [x.number], (), np.dtype(np.float64), call))
             if not integer and x.dtype not in COMPUTED:
                 raise Unsupported

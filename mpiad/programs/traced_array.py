@@ -188,6 +188,8 @@ def _power(self: TracedArray, other: Any) -> Any:
     is_number = self.shape and self.dtype.kind == "b" and isinstance(other, (int, float, np.number))
     if is_number and other == 2 and (np.zeros(1, bool) ** other).dtype == np.int8:
         return _raised(self.astype(np.int8), 2)  # NumPy squares the array, and np.square of booleans is int8
+    if self.weak and self.dtype.kind == "i" and type(other) is int and other in (2, 3):
+        return self * self if other == 2 else self * self * self  # unlike powers, products aren't beyond NumPy's integers
     return _raised(self, other)
 
 

@@ -122,15 +122,15 @@ def test_values_and_derivatives_are_those_of_the_loop_written_out(kind, checkpoi
     loop, expected = _loop(make, observe, checkpoints), _written_out(observe)
     value, gradient = mpiad.value_and_grad(expected, objective="sum")(x)
     tangent = mpiad.jvp(expected, x, v)[1]
-    for _ in range(3):
+    for number in range(4):
+        lengths.clear()
         found = mpiad.value_and_grad(loop, objective="sum")(x)
+        if number == 2:  # the fourth one may be run by machine code
+            assert len(lengths) < 0.5 * sum(lengths)
         np.testing.assert_allclose(found[0], value, rtol=1e-12)
         for a, b in zip(found[1], gradient):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(mpiad.jvp(loop, x, v)[1], tangent, rtol=1e-11)
-    lengths.clear()
-    mpiad.value_and_grad(loop, objective="sum")(x)
-    assert len(lengths) < 0.5 * sum(lengths)
 
 
 def _lambdas_of_values(checkpoints):

@@ -226,3 +226,37 @@ def test_halos_of_large_blocks(by_commands):
     for found, right in zip(slopes, expected[1]):
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-13 * np.max(np.abs(right)))
     assert len(by_commands) >= 2
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("checkpoints", [1, 3, CheckpointSchedule(2, recorded=4)], ids=str)
+def test_states_whose_parts_change_places(checkpoints, by_commands):
+    """Results that are arguments themselves, in the state and in what is observed, beside plain NumPy."""
+    step = mpiad.jit(lambda state, k: (state[1], 0.9 * state[2], state[0]), strict=True)
+    parts = tuple(np.random.default_rng(6).standard_normal((3, 5)))
+
+    def run(state, multiply):
+        seen = []
+        for _ in range(9):
+            a, b, c = state
+            state = b, multiply * c, a
+            seen.append(state)
+        return state, [np.array(part) for part in zip(*seen)]
+
+    def loss(state):
+        last, seen = scan(step, state, 9, observe=lambda state, k: state, checkpoints=checkpoints)
+        return sum(anp.sum((j + 1) * part**2) for j, part in enumerate((*last, *seen)))
+
+    last, seen = run(parts, 0.9)
+    expected = sum(np.sum((j + 1) * part**2) for j, part in enumerate((*last, *seen)))
+    gradient = mpiad.value_and_grad(loss, objective="sum")
+    for _ in range(5):
+        value, slopes = gradient(parts)
+        np.testing.assert_allclose(value, expected, rtol=1e-14)
+    # The loss is a sum of multiples of squares of the entries.
+    for j, (part, slope) in enumerate(zip(parts, slopes)):
+        alone = [part if i == j else 0 * part for i in range(3)]
+        last, seen = run(alone, 0.9)
+        of_part = sum(np.sum((i + 1) * x**2) for i, x in enumerate((*last, *seen)))
+        np.testing.assert_allclose(np.sum(slope * part), 2 * of_part, rtol=1e-13)
+    assert len(by_commands) >= 2
