@@ -624,7 +624,7 @@ OF_NUMBERS = {
 def test_derivatives_of_functions_of_numbers(name, k):
     fun, derivative = OF_NUMBERS[name]
     fast, x, v = mpiad.jit(fun, strict=True), np.array([0.4, 1.2, 2.3]), np.array([1.0, -2.0, 0.5])
-    cubes = mpiad.grad(lambda x: anp.sum(fast(x, k) ** 3))(x)
+    cubes = mpiad.grad(lambda x: anp.sum(fast(x, k) ** 3), objective="sum")(x)
     np.testing.assert_allclose(cubes, 3 * fun(x, k) ** 2 * derivative(x, k), rtol=1e-14)
     np.testing.assert_allclose(mpiad.jvp(lambda x: fast(x, k), x, v)[1], derivative(x, k) * v, rtol=1e-14)
 

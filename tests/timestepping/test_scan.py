@@ -472,7 +472,7 @@ def test_derivatives_by_a_number_are_numbers(x):
         def loss(a, checkpoints=checkpoints):
             return anp.sum(scan(lambda u, k, a: a * u, np.arange(3.0), 4, a, checkpoints=checkpoints) ** 2)
 
-        found = mpiad.grad(loss)(x), mpiad.hvp(loss)(x, 1.0), mpiad.jvp(loss, x, 1.0)[1]
+        found = mpiad.grad(loss, objective="sum")(x), mpiad.hvp(loss, objective="sum")(x, 1.0), mpiad.jvp(loss, x, 1.0)[1]
         assert [type(number) for number in found] == [np.float64] * 3
         np.testing.assert_allclose(found, [5 * 8 * 0.5**7, 5 * 56 * 0.5**6, 5 * 8 * 0.5**7], rtol=1e-13)
 
@@ -498,6 +498,6 @@ def test_complex_and_real_arrays_of_one_state():
 
     slope = lambda a: by_parts(a + 1e-30j).imag / 1e-30  # noqa: E731
     for checkpoints in (None, 2):
-        np.testing.assert_allclose(mpiad.grad(loss)(0.7, checkpoints), slope(0.7), rtol=1e-13)
+        np.testing.assert_allclose(mpiad.grad(loss, objective="sum")(0.7, checkpoints), slope(0.7), rtol=1e-13)
         curvature = (8 * (slope(0.701) - slope(0.699)) - slope(0.702) + slope(0.698)) / 12e-3
-        np.testing.assert_allclose(mpiad.hvp(loss)(0.7, checkpoints, 1.0), curvature, rtol=1e-9)
+        np.testing.assert_allclose(mpiad.hvp(loss, objective="sum")(0.7, checkpoints, 1.0), curvature, rtol=1e-9)
