@@ -27,6 +27,7 @@ from autograd.tracer import Box, getval, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.compiling.closure import content_of
+from mpiad.differentiation.segment_sum import Segments
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.tracing import tracing
@@ -292,16 +293,22 @@ def _checksum(x: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
 
 
+# Of the library's objects, segments refer to an array of the user's; others, such as ghosts and patterns, hold copies.
+_HOLDERS = tuple, list, dict, functools.partial, FunctionType, Segments
+
+
 def _held(x: object, seen: set[int]) -> Iterator[Array]:
-    """Yield the arrays in the closure of a function, except the memory of compiled programs."""
+    """Yield the arrays in the closure of a function, also in SciPy's matrices, except the memory of compiled programs."""
     x = getval(x)
     if isinstance(x, np.ndarray):
         if x.dtype != object and not getattr(x, "is_working_memory", False):
             yield x
-    elif isinstance(x, (tuple, list, dict, functools.partial, FunctionType)) and id(x) not in seen:
+    elif id(x) not in seen and (isinstance(x, _HOLDERS) or type(x).__module__.startswith("scipy.sparse.")):
         seen.add(id(x))
         if isinstance(x, functools.partial):
             parts: Any = (x.func, x.args, x.keywords)
+        elif not isinstance(x, _HOLDERS) or isinstance(x, Segments):  # an object with the user's arrays
+            parts = list(vars(x).values())
         elif isinstance(x, FunctionType):
             parts = [content_of(cell) for cell in x.__closure__ or ()]
         else:

@@ -9,6 +9,7 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.sparse
 from autograd.numpy.fft import fft
 from in_place_programs import check
 from mpi4py import MPI
@@ -477,6 +478,54 @@ def test_debug_mode_reports_a_plain_array_that_changes_after_it_was_read() -> No
         value *= 2.0
         with pytest.raises(RuntimeError, match="changed in place afterwards"):
             vjp(V)
+
+
+def first_half(matrix: Any) -> None:
+    matrix.data[:2] *= 2.0
+
+
+# Calls of an array and of a constant, the constant, and its change.
+CONSTANTS: dict[str, tuple[Callable, Any, Callable]] = {
+    "segment_sum": (lambda x, c: mpiad.segment_sum(x, c, 4), np.array([0, 3, 1, 0]), lambda c: c.__setitem__(0, 2)),
+    "sparse_matmul": (lambda x, c: mpiad.linalg.sparse_matmul(c, x), scipy.sparse.csr_array(np.diag(V)), first_half),
+    "custom operator": (lambda x, c: SCALED(x, c), V.copy(), lambda c: c.fill(3.0)),
+    "exchange of ghosts": (
+        lambda x, c: mpiad.GhostExchange(c, (0, 4), comm=MPI.COMM_SELF).fetch(x),
+        np.array([0, 3, 1, 0]),
+        lambda c: c.__setitem__(0, 2),
+    ),
+    "interpolation": (
+        lambda x, c: mpiad.Domain((4,), comm=MPI.COMM_SELF).interpolate(x, c, spacing=1.0),
+        np.array([[0.5], [1.25]]),
+        lambda c: c.fill(2.0),
+    ),
+}
+COPIED = {"exchange of ghosts", "interpolation"}
+SCALED = mpiad.extend.custom_operator(lambda x, c: x * c)
+mpiad.extend.defadjoint(SCALED, lambda g, c: g * c)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_debug_mode_knows_the_constants_of_the_librarys_functions(name: str) -> None:
+    """Those that adjoints read by reference; for those that are copied, a change has no effect."""
+    call, constant, change = CONSTANTS[name]
+
+    def loss(x: Any, changes: bool) -> Any:
+        c = constant.copy()
+        y = call(x, c)
+        if changes:
+            change(c)
+        return anp.sum(y * np.arange(1.0, 1 + y.size))
+
+    expected = mpiad.grad(loss)(X, False)
+    with mpiad.debug.checked():
+        np.testing.assert_array_equal(mpiad.grad(loss)(X, False), expected)
+        if name in COPIED:
+            np.testing.assert_array_equal(mpiad.grad(loss)(X, True), expected)
+            return
+        with pytest.raises(RuntimeError, match="changed in place afterwards"):
+            mpiad.grad(loss)(X, True)
 
 
 def test_several_reverse_passes_of_a_compiled_function_in_debug_mode(rank, size):
