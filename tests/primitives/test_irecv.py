@@ -64,10 +64,12 @@ def test_integers_and_booleans(rngs, rank, size):
     check_exact(fun, ring((2, 3), size), rngs)
 
 
-@pytest.mark.parametrize("length", [4, pytest.param(2, marks=longer_than_its_buffer)])
-def test_template_of_another_size(rank, size, length):
+@pytest.mark.parametrize(
+    "length, dtype", [(4, "f8"), (3, "f4"), (1, "?"), pytest.param(2, "f8", marks=longer_than_its_buffer)]
+)
+def test_template_of_another_size(rank, size, length, dtype):
     request = mpiad.mpi_irecv(np.ones(length), (rank - 1) % size, tag=4)
-    mpiad.mpi_send(np.ones(3), (rank + 1) % size, tag=4)
+    mpiad.mpi_send(np.ones(3, dtype), (rank + 1) % size, tag=4)
     text = rf"mpi_irecv: rank {(rank - 1) % size} sent .* bytes with tag 4, .* shape \({length},\) and dtype float64"
     with pytest.raises(ValueError, match=text):
         mpiad.mpi_wait(request)

@@ -118,12 +118,14 @@ def test_any_source_and_any_tag(rngs, rank, size):
 
 
 @pytest.mark.parametrize(
-    "sent, like",
-    [((2,), (3,)), ((0,), (2,))] + [((length,), (2,)) for length in (3, 50_000)],
+    "sent, like, dtype",
+    # Three singles and one byte are no whole number of doubles.
+    [((2,), (3,), "f8"), ((0,), (2,), "f8"), ((3,), (3,), "f4"), ((1,), (2,), "?")]
+    + [((length,), (2,), "f8") for length in (3, 50_000)],
     ids=str,
 )
-def test_template_of_another_size(rank, size, sent, like):
-    mpiad.mpi_send(np.ones(sent), (rank + 1) % size, tag=4)
+def test_template_of_another_size(rank, size, sent, like, dtype):
+    mpiad.mpi_send(np.ones(sent, dtype), (rank + 1) % size, tag=4)
     text = rf"mpi_recv: rank {(rank - 1) % size} sent .* bytes with tag 4, but .*shape \({like[0]},\) and dtype float64"
     with pytest.raises(ValueError, match=text):
         mpiad.mpi_recv(np.ones(like), (rank - 1) % size, tag=4)

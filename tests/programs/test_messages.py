@@ -575,9 +575,9 @@ def test_a_message_of_another_size_is_refused_by_a_replay_that_only_receives(cal
                 jitted(X)
 
 
-@pytest.mark.parametrize(("sent", "said"), [(9, "more bytes"), (2, "16 bytes")])
+@pytest.mark.parametrize(("sent", "dtype", "said"), [(9, "f8", "more bytes"), (2, "f8", "16 bytes"), (3, "f4", "12 bytes")])
 @pytest.mark.unguarded
-def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size):
+def test_a_message_of_another_size_is_refused_by_a_replay(sent, dtype, said, rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
     jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(x, right, left) * 2.0, strict=True)
     for k in range(3):
@@ -585,7 +585,7 @@ def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size
     if size == 1:
         return
     if rank == 0:
-        np.testing.assert_array_equal(mpiad.mpi_exchange(np.ones(sent), right, left, like=X), X + left)
+        np.testing.assert_array_equal(mpiad.mpi_exchange(np.ones(sent, dtype), right, left, like=X), X + left)
     elif rank == 1:
         with pytest.raises(ValueError, match=f"mpi_exchange: rank 0 sent {said}"):
             jitted(X + rank)

@@ -232,7 +232,8 @@ def test_beside_ranks_that_are_interpreted(periodic, rank, size, rank_rng):
     np.testing.assert_array_equal(sent(np.ones(3)), 1.0)
 
 
-def test_a_message_of_another_size_raises(rank, size):
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+def test_a_message_of_another_size_raises(dtype, rank, size):
     """One rank runs its program, the other sends by hand what the exchange isn't made for."""
     domain = Domain(SHAPE, dims=(size, 1))
     jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] * 2.0, strict=True)
@@ -241,11 +242,11 @@ def test_a_message_of_another_size_raises(rank, size):
     if rank < 2 <= size:
         peer = 1 - rank
         if rank == 0:
-            with pytest.raises(ValueError, match=r"rank 1 sent 24 bytes with tag 32750.*1600 bytes"):
+            with pytest.raises(ValueError, match=rf"rank 1 sent {3 * int(dtype[1])} bytes with tag 32750.*1600 bytes"):
                 jitted(u)
         else:
             request = mpiad.mpi_irecv(np.zeros(SHAPE[1]), peer, tag=32750)
-            mpiad.mpi_send(np.zeros(3), peer, tag=32750)
+            mpiad.mpi_send(np.zeros(3, dtype), peer, tag=32750)
             np.testing.assert_array_equal(mpiad.mpi_wait(request), 1.0)
     mpiad.reset()
     np.testing.assert_array_equal(jitted(u)[1:-1], 2.0)

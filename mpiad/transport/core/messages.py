@@ -101,6 +101,18 @@ class Envelope:
 _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
+def as_message(array: np.ndarray) -> Buffer:
+    """Return the buffer of a contiguous host array with its MPI datatype, whose lookup takes as long as MPI's call."""
+    return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
+
+
+def to_receive(array: Array) -> Buffer:
+    """Return the buffer of a contiguous array for a receive whose caller compares the number of bytes."""
+    # As bytes, since MPICH ends the job if a message isn't a whole number of entries. Before MPI 4, counts are C's ints.
+    count = array.nbytes
+    return [array, count, MPI.BYTE] if count < 2**31 else as_message(array)
+
+
 class Receipt:
     """A pending receive."""
 
@@ -111,7 +123,8 @@ class Receipt:
         self.transfer = incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.buffer
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-        self.requests = envelope.channel.begin(kind, kept, call, (self.buffer,), (envelope.peer,), (envelope.mpi_tag,))
+        message = to_receive(self.buffer)
+        self.requests = envelope.channel.begin(kind, kept, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
@@ -222,7 +235,7 @@ class Messages:
             for rank in ranks:
                 counts[rank, tag] = counts.get((rank, tag), 0) + 1
         # Receives first, so that MPI needn't buffer messages.
-        targets, sources = list(received.values()), list(sent.values())
+        targets, sources = list(map(to_receive, received.values())), list(sent.values())
         self._receives = channel.begin("blocking receive", targets, channel.data.Irecv, targets, received, repeat(tag))
         self._sends = channel.begin("blocking send", sources, channel.data.Isend, sources, sent, repeat(tag))
 
@@ -265,11 +278,6 @@ def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str) -> 
 
 
 # Repeated communication of the same arrays.
-
-
-def as_message(array: np.ndarray) -> Buffer:
-    """Return the buffer of a contiguous host array with its MPI datatype, whose lookup takes as long as MPI's call."""
-    return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
 class Prepared(NamedTuple):
@@ -333,7 +341,7 @@ def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Prep
 
     if _PROBES_FIRST:
         return Prepared(receive_after_probe)
-    message, source = as_message(destination), back.peer
+    message, source = to_receive(destination), back.peer
     arguments = "out", *message[1:], source, Tag(back), "comm", "status"
     return _receiving(
         lambda status: back.comm.Recv(message, source, back.mpi_tag, status), (message,), back, call, "Recv", arguments
@@ -349,7 +357,7 @@ def prepared_swap(
     """
     if there.reverse and array.nbytes > _BUFFERED:
         return None
-    sent, received, dest, source = as_message(array), as_message(destination), there.peer, back.peer
+    sent, received, dest, source = as_message(array), to_receive(destination), there.peer, back.peer
 
     def swap(status: Status) -> None:
         there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
@@ -391,12 +399,12 @@ class PreparedMessages(Messages):
 
     def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, np.ndarray], received: Mapping[Rank, np.ndarray]):
         super().__init__(channel, tag, sent, received)
-        sent, received = ({rank: as_message(x) for rank, x in arrays.items()} for arrays in self._buffers)
-        self._buffers = sent, received
+        self._buffers = {rank: as_message(x) for rank, x in sent.items()}, received
 
     def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]]:
         """Return the calls of MPI that `start` and `finish` the messages; see `finish` for the public `call`."""
-        channel, tag, (sent, received) = self._channel, self._tag, self._buffers
+        channel, tag, sent = self._channel, self._tag, self._buffers[0]
+        received = {rank: to_receive(x) for rank, x in self._received.items()}
         n, width, statuses = (
             len(received),
             MPI._sizeof(MPI.Request),

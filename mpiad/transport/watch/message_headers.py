@@ -212,10 +212,10 @@ class HeadedSend(GuardedRequest):
 class HeadedReceive(GuardedRequest):
     """A receive of a header and an array."""
 
-    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int):
+    def __init__(self, comm: HeadedMessages, buffer: Buffer, source: int, tag: int):
         make = partial(MessageWait, comm, False, source, tag)
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
-        self._buffer, self.caller = buffer, name_and_place()
+        self._buffer, self.caller = buffer[0], name_and_place()
         # Posted together with the receive of the array, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
