@@ -19,6 +19,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, primitive, register_notrace
 
 from mpiad._typing import Array, Function
+from mpiad.device.boxes import DeviceBox
 from mpiad.differentiation.forward import TangentNode
 from mpiad.differentiation.tape import OrderedNode
 
@@ -28,8 +29,8 @@ _NODES = (OrderedNode, TangentNode)
 class TracedAttribute:
     """An attribute of values of this library's traces; `read`: the function of a box that returns it."""
 
-    def __init__(self, name: str, read: Function):
-        self.name, self.read, self.inherited = name, read, ArrayBox.__dict__.get(name)
+    def __init__(self, name: str, read: Function, kind: type = ArrayBox):
+        self.name, self.read, self.inherited = name, read, kind.__dict__.get(name)
 
     def __get__(self, box: ArrayBox | None, kind: type) -> object:
         """Return the attribute of a box, or the inherited one."""
@@ -61,12 +62,13 @@ def _converted(x: Array, dtype: Any) -> Array:
 
 for _kind in (VJPNode, JVPNode):
     register_notrace(_kind, _converted)
-_inherited_astype = ArrayBox.astype
+_inherited_astype = {kind: kind.astype for kind in (ArrayBox, DeviceBox)}
 
 
 def _astype(x: Array, dtype: Any, *args: Any, **kwargs: Any) -> Array:
     # Integers and booleans have no derivatives: they are constants, which may be indices.
-    return _inherited_astype(x, dtype, *args, **kwargs) if np.dtype(dtype).kind in "fc" else _converted(x, dtype)
+    is_inexact, inherited = np.dtype(dtype).kind in "fc", _inherited_astype[type(x)]
+    return inherited(x, dtype, *args, **kwargs) if is_inexact else _converted(x, dtype)
 
 
 # The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.
@@ -86,6 +88,7 @@ _PARTS = {"real": anp.real, "imag": anp.imag, "mT": lambda x: anp.swapaxes(x, -1
 
 for _name, _function in _METHODS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, partial(partial, _function)))
+DeviceBox.astype = TracedAttribute("astype", partial(partial, _astype), DeviceBox)  # type: ignore[assignment]
 for _name in "device flags itemsize nbytes strides".split():
     _PARTS[_name] = lambda x, name=_name: getattr(getval(x), name)
 for _name, _function in _PARTS.items():

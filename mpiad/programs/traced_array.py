@@ -219,8 +219,10 @@ _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
 def reason_of_conversion(frame: FrameType) -> str:
-    """Return the reason and advice if a frame assigns to entries of a plain array, or is that of `numpy.full`; else ""."""
+    """Return the reason and advice if a frame sets or takes entries of a plain array, or is `numpy.full`'s; else ""."""
     code = frame.f_code
+    if code.co_name == "_wrapfunc" and frame.f_locals.get("method") == "take":
+        return _INDEX
     if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
         return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
     if code.co_code[frame.f_lasti] in _STORES:

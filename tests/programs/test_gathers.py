@@ -121,6 +121,48 @@ def test_index_arrays_of_other_lengths_and_changed_in_place():
     np.testing.assert_allclose(pull(1.0), expected, rtol=1e-14)
 
 
+POSITIONS, CELLS, TABLE = np.array([0.1, 0.35, 0.5, 0.7, 0.55]), 4, np.array([2.0, -1.0, 0.5, 3.0])
+CELL = np.array([0, 1, 2, 2, 2])  # of each of the positions
+SHARES = np.bincount(CELL, POSITIONS, CELLS)[CELL]
+# Functions of positions, with their gradients by hand.
+CONVERTED = {
+    "deposit": (lambda x, e: anp.sum(segment_sum(x, (CELLS * x).astype(int), CELLS) ** 2), 2 * SHARES),
+    "own entries": (
+        lambda x, e: anp.sum((x * x)[(CELLS * x).astype(np.int64)]),
+        2 * POSITIONS * np.bincount(CELL, minlength=5),
+    ),
+    "table": (lambda x, e: anp.sum(x * e[(CELLS * x).astype("i4")]), TABLE[CELL]),
+    "take": (lambda x, e: anp.sum(x * anp.take(e, (CELLS * x).astype(int))), TABLE[CELL]),
+    "factor": (lambda x, e: anp.sum(x**2 * (CELLS * x).astype(int)), 2 * POSITIONS * CELL),
+    "mask": (lambda x, e: anp.sum(anp.where((x - 0.5).astype(bool), x**2, 0)), 2 * POSITIONS * (POSITIONS != 0.5)),
+}
+
+
+@serial
+@pytest.mark.parametrize("name", CONVERTED)
+def test_integers_and_booleans_of_traced_values_have_no_derivative(name):
+    fun, gradient = CONVERTED[name]
+    jitted = mpiad.jit(fun, strict=True)
+    x, v, second = POSITIONS, np.cos(POSITIONS), mpiad.hvp(lambda x: fun(x, TABLE))
+    for _ in range(3):
+        for found in (mpiad.grad(jitted)(x, TABLE), mpiad.jit(mpiad.grad(fun), strict=True)(x, TABLE)):
+            np.testing.assert_allclose(found, gradient, rtol=1e-14)
+        np.testing.assert_allclose(mpiad.jvp(lambda x: jitted(x, TABLE), x, v)[1], gradient @ v, rtol=1e-13)
+        assert_same(mpiad.hvp(lambda x: jitted(x, TABLE))(x, v), second(x, v))
+        assert jitted(x, TABLE) == fun(x, TABLE)
+
+
+@serial
+@pytest.mark.parametrize("read", [lambda i: TABLE[i], lambda i: anp.take(TABLE, i)])
+def test_traced_indices_of_a_plain_array_are_refused_with_advice(read):
+    jitted = mpiad.jit(lambda x: anp.sum(x * read((CELLS * x).astype(int))), strict=True)
+    for call in (jitted, mpiad.grad(jitted), lambda x: mpiad.jvp(jitted, x, x)):
+        with pytest.raises(
+            TypeError, match="indexes an array of numbers by traced integers: pass this array as an argument"
+        ):
+            call(POSITIONS)
+
+
 @serial
 def test_computed_and_captured_index_arrays():
     def fun(x, shift):
