@@ -18,18 +18,18 @@ from mpiad.differentiation.rules import VJP_RULES
 
 T = TypeVar("T")
 
+_SUMS = "In place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))."
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
-    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
+    f"np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np). {_SUMS}"
 )
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
-_NO_DEPOSIT = "mpiad.segment_sum(values, indices, count) adds traced values with the same index."
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
-    "f(x, out=y)."
+    f"f(x, out=y). {_SUMS}"
 )
 _NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
@@ -39,11 +39,16 @@ _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
 )
+_OTHER_ARGUMENTS = (
+    "mpiad's functions return their results and take no receive buffers, and op, root, tag and like are passed by name: "
+    "y = mpi_gather(x, root=0), y = mpi_exchange(x, dest, source, tag=1)."
+)
 # Pairs of a pattern and advice. The text of an exception and its cause is searched for the pattern; the first match counts.
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
-    (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'", _NO_DEPOSIT),
+    (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'|bincount can't be", _SUMS),
+    (r"mpi_\w+\(\) (got multiple values|takes .*positional)", _OTHER_ARGUMENTS),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
     (r"no supported conversion for types: .*O", _NO_SPARSE),
     (
@@ -69,7 +74,7 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
     """Append advice, if there is any, to the text of an exception that was raised in a traced function."""
-    if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
+    if not isinstance(error, (AttributeError, KeyError, NotImplementedError, TypeError, ValueError)):
         return
     # Python would show the text of a KeyError in quotes.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)

@@ -23,8 +23,11 @@ from mpiad.transport.core.buffers import even_lengths, outgoing, require_sendabl
 from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import checked_on_replay, tracing
 
-# The advice for a receive buffer in place of another argument.
-RESULTS_ARE_RETURNED = " Results are returned, not written into an argument: y = mpi_allreduce(x)."
+
+def results_are_returned(value: object, call: str) -> str:
+    """Return advice if the value of another argument may be a receive buffer; else ""."""
+    is_array = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
+    return f" Results are returned, not written into an argument: y = {call}(x, ...)." if is_array else ""
 
 
 def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
@@ -32,8 +35,8 @@ def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        hint = RESULTS_ARE_RETURNED if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) else ""
-        raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.{hint}") from None
+        got = f"{type(value).__name__} {value!r}.{results_are_returned(value, call)}"
+        raise TypeError(f"{call}: {argument} must be {allowed}, but got {got}") from None
 
 
 def positive_count(value: object, argument: str, least: int = 1) -> int:
@@ -64,7 +67,9 @@ def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcar
     rank = integer_of(rank, call, argument, allowed)
     if 0 <= rank < channel.size or (wildcard and rank == ANY_SOURCE):
         return rank
-    raise ValueError(f"{call}: {argument} must be {allowed} (the communicator has {channel.size} ranks), but got {rank}.")
+    hint = " Only mpi_recv receives from MPI.ANY_SOURCE." if rank == ANY_SOURCE and argument == "source" else ""
+    got = f"(the communicator has {channel.size} ranks), but got {rank}.{hint}"
+    raise ValueError(f"{call}: {argument} must be {allowed} {got}")
 
 
 def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> int:
@@ -74,7 +79,8 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
         tag = integer_of(tag, call, "tag", allowed)
     if 0 <= tag <= channel.tag_limit or (wildcard and tag == ANY_TAG):
         return tag
-    raise ValueError(f"{call}: tag must be {allowed}, but got {tag}.")
+    hint = " Only mpi_recv receives messages of MPI.ANY_TAG." if tag == ANY_TAG else ""
+    raise ValueError(f"{call}: tag must be {allowed}, but got {tag}.{hint}")
 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
@@ -86,10 +92,8 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
-        hint = RESULTS_ARE_RETURNED if np.ndim(op) else ""
-        raise TypeError(
-            f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {type(op).__name__} {op!r}.{hint}"
-        )
+        got = f"{type(op).__name__} {op!r}.{results_are_returned(op, call)}"
+        raise TypeError(f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {got}")
     name, allowed = name_of(op), defined_for(kind)
     # User-defined operations have no adjoint, so they are refused for real and complex numbers.
     if name in allowed or (name is None and kind not in "fc"):
@@ -138,9 +142,9 @@ def lengths_along(
 def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> list[int]:
     """Return one count for each rank as integers; raise if they are invalid."""
     if type(counts) is not list and (np.ndim(counts) != 1 or np.asarray(counts).dtype.kind in "fc"):
-        hint = RESULTS_ARE_RETURNED if np.ndim(counts) else ""
-        got = f"{type(counts).__name__} {counts!r}"
-        raise TypeError(f"{call}: {argument} must be a list of {size} integers, but got {got}.{hint}")
+        convert = f" Convert counts of floats by {argument}.astype(int)." if np.shape(counts) == (size,) else ""
+        got = f"{type(counts).__name__} {counts!r}.{convert}{results_are_returned(counts, call)}"
+        raise TypeError(f"{call}: {argument} must be a list of {size} integers, but got {got}")
     lengths = [count if type(count) is int else integer_of(count, call, argument, "integers") for count in counts]
     if len(lengths) != size or min(lengths, default=0) < 0:
         raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")

@@ -39,6 +39,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     PYTHON_NUMBERS,
+    SUMS,
     Abandoned,
     Constant,
     KnownInRun,
@@ -92,10 +93,11 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     further = *args[1:], *kwargs.values()
     repeats = fun is np.repeat and any(isinstance(x, TracedArray) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
-        advice = ": give np.where three arguments" if fun is np.where else ""
+        advice = ": give np.where three arguments" if fun is np.where else f": {SUMS}" if fun is np.bincount else ""
         return f"whose result has a shape that depends on traced values{advice}"
     if writes_into_argument(fun, args, kwargs):
-        return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
+        advice = SUMS if fun.__name__ == "at" else "take its result, or set entries by x[i] = ..."
+        return f"which writes into an array that it is given: {advice}"
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AaKk" for x in further):
         return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""

@@ -228,11 +228,12 @@ def reason_of_conversion(frame: FrameType) -> str:
     if code.co_code[frame.f_lasti] in _STORES:
         return (
             "it writes traced values into an array of numbers, b[i] = x: begin with b = np.zeros_like(x), or join the "
-            "parts by np.concatenate or np.stack of autograd.numpy"
+            f"parts by np.concatenate or np.stack of autograd.numpy; {SUMS}"
         )
     return ""
 
 
+SUMS = "in place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))"
 _INDEX = "it indexes an array of numbers by traced integers: pass this array as an argument"
 
 
@@ -286,7 +287,8 @@ class TracedArray:
         if out is None:
             return self.recorder.call(fun, inputs, kwargs)
         self.recorder.require_open()
-        self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
+        out_is_plain = f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)"
+        self.recorder.refuse(f"{out_is_plain}: take its result, or write a = a + x instead of a += x; {SUMS}")
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         if function in _STATIC:

@@ -95,8 +95,15 @@ PORTED = [
 
 @pytest.mark.parametrize("call", PORTED)
 def test_receive_buffers(size, call):
-    with pytest.raises(TypeError, match="Results are returned, not written into an argument"):
+    with pytest.raises(TypeError, match="Results are returned, not written into an argument") as found:
         call(np.ones(size), np.empty(size))
+    assert f"y = {str(found.value).partition(':')[0]}(" in str(found.value)
+
+
+def test_counts_that_are_floats(size):
+    with pytest.raises(TypeError, match=r"counts must be a list of \d integers.*Convert .*counts\.astype\(int\)"):
+        mpiad.mpi_alltoall(np.ones(size), np.ones(size))
+    np.testing.assert_array_equal(mpiad.mpi_alltoall(np.ones(size), np.ones(size).astype(int)), np.ones(size))
 
 
 def test_buffers_of_mpi4py(size):
