@@ -29,7 +29,7 @@ from mpiad.transport.watch.call_agreement import (
     shown_arguments,
     where,
 )
-from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, message_instead, poll, poll_for
+from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, message_elsewhere, message_instead, poll, poll_for
 
 T = TypeVar("T")
 
@@ -102,7 +102,12 @@ class MessageWait(_Wait):
         """Return a sentence about a message that has arrived instead of the expected one."""
         if self.sends or self.comm.reverse:
             return ""
-        return message_instead(self.comm.bare, self.peer, self.tag, range(self.comm.size))
+        channel, ranks, world = self.comm.owner(), range(self.comm.size), MPI.COMM_WORLD
+        # The library's world is a duplicate.
+        is_world = self.comm.label == "world" and len(ranks) == world.size
+        programs = [world if is_world else channel.user] if channel is not None else []
+        of_program = message_elsewhere(programs, self.peer, self.tag, ranks, "mpi4py")
+        return of_program or message_instead(self.comm.bare, self.peer, self.tag, ranks)
 
 
 _BYTES = 4096  # fixed length of a description, so that one nonblocking call exchanges them

@@ -32,13 +32,20 @@ from mpi4py import MPI
 from mpiad._typing import Buffer, Comm, Function, Rank, Request, Status
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.calls import site_of
-from mpiad.transport.core.channels import named
+from mpiad.transport.core.channels import live_channels, named
 from mpiad.transport.core.collectives import name_of
 from mpiad.transport.watch import deadlock_proof as proof
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, Description, lane_of, raise_mismatch
 from mpiad.transport.watch.deadlock_proof import COLLECTIVE, RECEIVE, SEND, Counter, Operation, Stream, is_open
-from mpiad.transport.watch.timed_waits import Departure, Waiting, message_instead, restore_wait, waits_by_thread
+from mpiad.transport.watch.timed_waits import (
+    Departure,
+    Waiting,
+    message_elsewhere,
+    message_instead,
+    restore_wait,
+    waits_by_thread,
+)
 
 T = TypeVar("T")
 
@@ -219,7 +226,13 @@ def _hint(call: ProgramCall) -> str:
     comm = call.comm
     with _freeing:
         ends = call.ends() if comm.bare else []
-        receives = [message_instead(comm.bare, peer, tag, comm.members) for kind, peer, tag in ends if kind == RECEIVE]
+        members, alike = comm.members, [channel for channel in live_channels() if channel.members == comm.members]
+        duplicates = [getattr(channel.data, "bare", channel.data) for channel in alike]
+        receives = [
+            message_elsewhere(duplicates, peer, tag, members, "mpiad") or message_instead(comm.bare, peer, tag, members)
+            for kind, peer, tag in ends
+            if kind == RECEIVE
+        ]
     return next(filter(None, receives), "")
 
 

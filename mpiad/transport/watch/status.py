@@ -157,7 +157,8 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
         shown = [f"rank {rank}" for rank in cycle]
         if len(shown) > _LONGEST:
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
-        advice = "Let one of these ranks communicate in another order."
+        mixed = any(timed_waits.ONE_LIBRARY in (states[rank] or {}).get("hint", "") for rank in cycle)
+        advice = "The lines below the table say why." if mixed else "Let one of these ranks communicate in another order."
         return f"{text}, and this wait can't end: {' -> '.join(shown)}. {advice}"
     if gone := _departed(states, graph, rank):
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."

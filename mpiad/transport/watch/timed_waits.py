@@ -7,7 +7,7 @@ stores an exception (`error`) in it if another rank has found that the wait will
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import starmap
 from time import perf_counter
@@ -157,6 +157,18 @@ def message_instead(comm: Comm, source: int, tag: int, members: Sequence[Rank]) 
             size = status.Get_count(MPI.BYTE)
             return f"a message from rank {members[status.source]} with tag {status.tag} ({size} bytes) is there instead"
     return ""
+
+
+ONE_LIBRARY = "both ends of a message must be calls of mpiad, or both of mpi4py"
+
+
+def message_elsewhere(comms: Iterable[Comm], source: int, tag: int, members: Sequence[Rank], sender: str) -> str:
+    """Return a sentence about the expected message on other communicators: those of `sender`, mpiad or mpi4py."""
+    status = MPI.Status()
+    if not any(comm and comm.Iprobe(source, tag, status) for comm in comms):
+        return ""
+    message = f"the message from rank {members[status.source]} with tag {status.tag}"
+    return f"{message} was sent by {sender}, on another communicator: {ONE_LIBRARY}"
 
 
 class GuardedRequest:

@@ -97,6 +97,20 @@ def test_a_message_with_another_tag_is_named(mode: str, rank: int, expect_deadlo
 
 
 @mostly_compared
+def test_a_message_of_mpi4py_is_named(mode: str, rank: int, expect_deadlock: Any) -> None:
+    if rank > 1:
+        recover()
+        return
+    sent = MPI.COMM_WORLD.Isend(np.ones(3), 1 - rank, tag=5)
+    text = (
+        f"Rank {rank}: the message from rank {1 - rank} with tag 5 was sent by mpi4py, on another communicator: both ends"
+    )
+    expect_deadlock(lambda: mpiad.mpi_recv(np.ones(3), 1 - rank, tag=5), text, "The lines below the table say why")
+    MPI.COMM_WORLD.Recv(np.empty(3), 1 - rank, tag=5)
+    sent.Wait()
+
+
+@mostly_compared
 def test_a_collective_against_a_message(mode: str, rank: int, expect_deadlock: Any) -> None:
     def wrong() -> Any:
         return mpiad.mpi_recv(0.0, 0) if rank == 1 else mpiad.mpi_barrier()
