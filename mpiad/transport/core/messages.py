@@ -106,9 +106,9 @@ def as_message(array: np.ndarray) -> Buffer:
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
-def to_receive(array: Array) -> Buffer:
-    """Return the buffer of a contiguous array for a receive whose caller compares the number of bytes."""
-    # As bytes, since MPICH ends the job if a message isn't a whole number of entries. Before MPI 4, counts are C's ints.
+def as_bytes(array: Array) -> Buffer:
+    """Return the buffer of a contiguous array for a message, whose receiver compares the number of bytes."""
+    # MPICH ends the job if a message isn't a whole number of the receiver's entries. Before MPI 4, counts are C's ints.
     count = array.nbytes
     return [array, count, MPI.BYTE] if count < 2**31 else as_message(array)
 
@@ -123,14 +123,15 @@ class Receipt:
         self.transfer = incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.buffer
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-        message = to_receive(self.buffer)
+        message = as_bytes(self.buffer)
         self.requests = envelope.channel.begin(kind, kept, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `Channel.leave`."""
     array = outgoing_transfer(array, copies=True).buffer
-    return envelope.channel.begin(kind, array, envelope.comm.Isend, (array,), (envelope.peer,), (envelope.mpi_tag,))
+    message, call = as_bytes(array), envelope.comm.Isend
+    return envelope.channel.begin(kind, array, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -224,9 +225,9 @@ def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec,
 class Messages:
     """Messages to and from several ranks, in flight at once: from the contiguous arrays `sent` into `received`."""
 
-    def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, Buffer], received: Mapping[Rank, Array]):
+    def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, Array], received: Mapping[Rank, Array]):
         self._channel, self._tag, self._received = channel, tag, received
-        self._buffers: tuple[Mapping[Rank, Buffer], Mapping[Rank, Buffer]] = sent, received
+        self._buffers = [{rank: as_bytes(x) for rank, x in arrays.items()} for arrays in (sent, received)]
 
     def start(self) -> None:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
@@ -235,7 +236,7 @@ class Messages:
             for rank in ranks:
                 counts[rank, tag] = counts.get((rank, tag), 0) + 1
         # Receives first, so that MPI needn't buffer messages.
-        targets, sources = list(map(to_receive, received.values())), list(sent.values())
+        targets, sources = list(received.values()), list(sent.values())
         self._receives = channel.begin("blocking receive", targets, channel.data.Irecv, targets, received, repeat(tag))
         self._sends = channel.begin("blocking send", sources, channel.data.Isend, sources, sent, repeat(tag))
 
@@ -326,7 +327,7 @@ def prepared_send(array: np.ndarray, there: Envelope) -> Prepared | None:
     """Return the send of an array, or None: the receiver must be fixed, and MPI must buffer the message."""
     if not there.is_fixed or array.nbytes > _BUFFERED or there.peer == there.channel.rank:
         return None
-    message, dest = as_message(array), there.peer
+    message, dest = as_bytes(array), there.peer
     arguments = "x", *message[1:], dest, Tag(there), "comm"
     linked = LinkedCall("Send", arguments, there.channel, there.reverse, 0, _fail)
     return Prepared(lambda: there.comm.Send(message, dest, there.mpi_tag), linked)
@@ -341,7 +342,7 @@ def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Prep
 
     if _PROBES_FIRST:
         return Prepared(receive_after_probe)
-    message, source = to_receive(destination), back.peer
+    message, source = as_bytes(destination), back.peer
     arguments = "out", *message[1:], source, Tag(back), "comm", "status"
     return _receiving(
         lambda status: back.comm.Recv(message, source, back.mpi_tag, status), (message,), back, call, "Recv", arguments
@@ -357,7 +358,7 @@ def prepared_swap(
     """
     if there.reverse and array.nbytes > _BUFFERED:
         return None
-    sent, received, dest, source = as_message(array), to_receive(destination), there.peer, back.peer
+    sent, received, dest, source = as_bytes(array), as_bytes(destination), there.peer, back.peer
 
     def swap(status: Status) -> None:
         there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
@@ -397,14 +398,9 @@ def _fail(code: int, got: int) -> None:
 class PreparedMessages(Messages):
     """Messages from and into fixed host arrays."""
 
-    def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, np.ndarray], received: Mapping[Rank, np.ndarray]):
-        super().__init__(channel, tag, sent, received)
-        self._buffers = {rank: as_message(x) for rank, x in sent.items()}, received
-
     def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]]:
         """Return the calls of MPI that `start` and `finish` the messages; see `finish` for the public `call`."""
-        channel, tag, sent = self._channel, self._tag, self._buffers[0]
-        received = {rank: to_receive(x) for rank, x in self._received.items()}
+        channel, tag, (sent, received) = self._channel, self._tag, self._buffers
         n, width, statuses = (
             len(received),
             MPI._sizeof(MPI.Request),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Status
+from mpiad._typing import Buffer, Comm, Status
 from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.lookup import open_world
@@ -144,9 +144,9 @@ class HeadedMessages(Guarded):
             self.skipped.update({(peer, tag): count for tag, count in (their_sent - here[peer][1]).items()})
             self.unannounced.update({(peer, tag): count for tag, count in (their_received - here[peer][0]).items()})
 
-    def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
-        """Start to send a header and the array."""
-        return HeadedSend(self, array, dest, tag)
+    def Isend(self, message: Buffer, dest: int, tag: int) -> HeadedSend:
+        """Start to send a header and the array of a message."""
+        return HeadedSend(self, message, dest, tag)
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
         """Start to receive a header and the array."""
@@ -194,15 +194,15 @@ def _counted_down(counts: Counter[tuple[int, int]], peer: int, tag: int) -> bool
 class HeadedSend(GuardedRequest):
     """A send of a header and an array."""
 
-    def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
+    def __init__(self, comm: HeadedMessages, message: Buffer, dest: int, tag: int):
         self.caller = name, place = name_and_place()
-        header = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
+        header = (_form(message[0]) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
         # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.metadata_comm.Isend, [header, MPI.BYTE], dest, tag)
         comm.count_send(dest, tag, place)
-        super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
+        super().__init__(comm, make, comm.bare.Isend, message, dest, tag)
 
     def Test(self, status: Status = None) -> bool:
         """Return whether MPI has completed it."""
