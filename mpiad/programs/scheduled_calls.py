@@ -25,6 +25,7 @@ from mpiad.transport.core.tracing import note_channels
 # The maximum number of bytes that a loop keeps between gradients, in stored states and arguments. The Python code between
 # the calls takes little of the time of larger steps.
 _MOST = 1 << 23
+_MOST_COMMANDS = 1 << 16  # which are made in some tenths of a second
 # Commands return to Python after some bytes of states, so that interrupts arrive.
 _UNINTERRUPTED = 1 << 18
 # The number of gradients before the commands are made, which takes as long as some gradients; and the number of schedules
@@ -184,6 +185,8 @@ class ScheduledCalls:
         replay.append_call(self._commands, self._later_counts if is_later else self._counts, part, start)
         self._calls |= dict.fromkeys(range(before, len(self._commands)), replay)
         self._communications[is_later] += program.entry.communications
+        if len(self._commands) > _MOST_COMMANDS:
+            raise Unsuitable
 
     def _observe(self, columns: Sequence[Array], start: int) -> None:
         """Append the storing of observed values, or in the reverse pass a comparison with those of the forward run."""

@@ -144,6 +144,20 @@ def test_two_loops_of_one_step_in_one_loss(by_commands):
     assert len(by_commands) >= 4
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("most", [2000, 20])
+def test_long_loops_have_no_commands(most, by_commands, monkeypatch):
+    """The number of calls grows faster than that of steps."""
+    monkeypatch.setattr(scheduled_calls, "_MOST_COMMANDS", most)
+    step = mpiad.jit(lambda u, k: 0.999 * u, strict=True)
+    gradient = mpiad.value_and_grad(lambda u: anp.sum(scan(step, u, 40, checkpoints=1) ** 2), objective="sum")
+    for _ in range(4):
+        value, slope = gradient(START)
+    np.testing.assert_allclose(value, 0.999**80 * np.sum(START**2), rtol=1e-12)
+    np.testing.assert_allclose(slope, 2 * 0.999**80 * START, rtol=1e-12)
+    assert bool(by_commands) == (most == 2000)
+
+
 def test_what_a_step_repeats_otherwise_is_reported(monkeypatch):
     """After the forward run the stored last state is changed, as by a step with random numbers."""
     advance = mpiad.jit(lambda u, k, a: u + a * anp.sin(u), strict=True)
