@@ -105,9 +105,11 @@ class Changed(TypeError):
 
     def __init__(self, result: Any, node: Node, log: list[Any] | None):
         line = "" if node.site is None else f"{node.site.text}: "
+        dtype = np.asarray(result).dtype
         super().__init__(
-            f"{line}{operation_of(node)} has returned an array of shape {np.shape(result)}, but one of shape {node.shape} "
-            "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
+            f"{line}{operation_of(node)} has returned an array of shape {np.shape(result)} and dtype {dtype}, but one of "
+            f"shape {node.shape} and dtype {node.dtype} when the function was compiled for arguments of the same shapes. "
+            "Call it outside of the jitted function"
         )
         self.log = log
 
@@ -682,9 +684,11 @@ class Replay:
         node = self.nodes[found.data]
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
-            # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
+            # A kernel is compiled for one shape and dtype: it would read beyond the end of a smaller array, and drop the
+            # imaginary parts of eigenvalues that were real in the trace.
             log = "log" if all(n.kind != "communicate" for n in self.nodes) else "None"
-            self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
+            differs = f"r{b}.shape != {found.shape} or r{b}.dtype != {self._bound(found.dtype)}"
+            self._lines.append(f"if {differs}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
         else:  # an opaque step may return numbers of Python

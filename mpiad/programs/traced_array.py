@@ -12,18 +12,20 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dis import opmap
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import autograd.numpy.numpy_wrapper
 import numpy as np
+from autograd.core import primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.closure import content_of
 from mpiad.differentiation.rules.einsum import contraction
+from mpiad.differentiation.rules.protocol import substitute
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -219,7 +221,7 @@ _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
 def reason_of_conversion(frame: FrameType) -> str:
-    """Return the reason and advice if a frame sets or takes entries of a plain array, or is `numpy.full`'s; else ""."""
+    """Return the reason and advice if a frame sets or takes entries of a plain array, or is np.full's or SciPy's; else ""."""
     code = frame.f_code
     if code.co_name == "_wrapfunc" and frame.f_locals.get("method") == "take":
         return _INDEX
@@ -230,7 +232,20 @@ def reason_of_conversion(frame: FrameType) -> str:
             "it writes traced values into an array of numbers, b[i] = x: begin with b = np.zeros_like(x), or join the "
             f"parts by np.concatenate or np.stack of autograd.numpy; {SUMS}"
         )
+    if _is_in_scipy(frame):
+        return (
+            "it passes traced values to a function of SciPy that only takes plain arrays: call the function of "
+            "autograd.scipy, if it has a derivative there, write its formula with functions of autograd.numpy, or leave "
+            "this part out of the jitted function"
+        )
     return ""
+
+
+def _is_in_scipy(frame: FrameType | None) -> bool:
+    """Return whether SciPy called a frame, directly or through NumPy; its sparse matrices have advice of their own."""
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("numpy."):
+        frame = frame.f_back
+    return frame is not None and name.startswith("scipy.") and not name.startswith("scipy.sparse")
 
 
 SUMS = "in place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))"
@@ -533,6 +548,28 @@ def _traced(x: Any) -> Any:
     return None
 
 
+# SciPy's functions that aren't ufuncs have no protocol either: those with derivatives in autograd.scipy record their calls
+# with traced arrays. Each trace looks for new ones, since autograd.scipy may be imported later.
+_known_primitives: set[Callable] = set()
+
+
+def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of SciPy, or record the call if an argument is traced."""
+    traced = _traced([*args, *kwargs.values()])
+    return function(*args, **kwargs) if traced is None else traced.recorder.call(function, args, kwargs)
+
+
+def _let_scipy_record() -> None:
+    for fun in (primitive_vjps.keys() | primitive_jvps.keys()) - _known_primitives:
+        _known_primitives.add(fun)
+        function: Any = getattr(fun, "fun", None)
+        package = (getattr(function, "__module__", None) or "").removeprefix("autograd.")
+        if package.startswith("scipy.") and not isinstance(function, np.ufunc):
+            substitute(fun, partial(_called, function))
+
+
 def let_arrays_be_traced(on: bool) -> None:
     """Switch the support for traced arrays in `array` of autograd.numpy on or off."""
     numpy_wrapper._np = _NumPy() if on else np
+    if on:
+        _let_scipy_record()

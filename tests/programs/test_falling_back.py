@@ -11,7 +11,10 @@ import autograd.numpy as anp
 import device_double
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 from autograd.extend import defvjp, primitive
+from autograd.scipy.linalg import block_diag
 from jitted import assert_same
 from mpi4py import MPI
 
@@ -627,6 +630,10 @@ def slice_of_complex(x):
         (lambda x: x * float(x[0]), "control flow depends on a traced value"),
         (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
         (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),
+        *[
+            (fun, "a function of SciPy that only takes plain arrays: call the function of autograd.scipy")
+            for fun in (scipy.special.logsumexp, lambda x: scipy.stats.norm.logpdf(x), lambda x: block_diag(x, x))
+        ],
         (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (
             mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),

@@ -4,8 +4,14 @@ import math
 import re
 
 import autograd.numpy as anp
+import autograd.scipy.linalg
+import autograd.scipy.signal
+import autograd.scipy.special as special
+import autograd.scipy.stats as stats
 import numpy as np
 import pytest
+import scipy.linalg
+import scipy.special
 from jitted import assert_same, check_jit, further
 from mpi4py import MPI
 
@@ -690,3 +696,104 @@ def test_loops_read_numbers_that_are_computed_from_integers(dtype):
         np.testing.assert_allclose(tangent, slope * v, rtol=0, atol=50 * np.finfo(dtype).eps * np.max(np.abs(slope * v)))
     arrays = [line for line in jitted.program(u, 3).loops.splitlines() if "loop" in line]
     assert len(arrays) == 1
+
+
+P = np.random.default_rng(8).uniform(0.5, 2.0, (3, 4))  # positive
+WITH_INFINITY = np.where(np.arange(12).reshape(3, 4) % 5 == 2, -np.inf, P)
+WEIGHTS = np.where(P > 1.8, 0.0, P)
+COVARIANCE = np.eye(4) + 0.3
+
+
+def sum_of_exponentials(x, b=1.0, shift=0.0, **kwargs):
+    return anp.log(anp.sum(b * anp.exp(x - shift), **kwargs)) + shift
+
+
+def normal(x, mean, covariance):
+    r = x - mean
+    quadratic = anp.sum(r * anp.linalg.solve(covariance, r))
+    return -(quadratic + anp.linalg.slogdet(covariance)[1] + 4 * np.log(2 * np.pi)) / 2
+
+
+def dirichlet(x, alpha):
+    return anp.sum((alpha - 1) * anp.log(x) - special.gammaln(alpha)) + special.gammaln(anp.sum(alpha))
+
+
+# Functions of SciPy that aren't ufuncs, beside their formulas.
+OF_SCIPY = {
+    "logsumexp": (special.logsumexp, sum_of_exponentials, P),
+    "of axes": (lambda x: special.logsumexp(x, axis=(0, -1)), sum_of_exponentials, P),
+    "weighted": (
+        lambda x: special.logsumexp(x, axis=1, b=WEIGHTS, keepdims=True) * x,
+        lambda x: sum_of_exponentials(x, WEIGHTS, axis=1, keepdims=True) * x, P,
+    ),
+    "of infinities": (
+        lambda x: special.logsumexp(x, axis=0), lambda x: sum_of_exponentials(x, axis=0), WITH_INFINITY,
+    ),
+    "of large numbers": (
+        lambda x: special.logsumexp(900 * x, -1), lambda x: sum_of_exponentials(900 * x, shift=900.0, axis=-1),
+        np.linspace(0.999, 1.001, 12).reshape(3, 4),
+    ),
+    "digamma": (lambda x: special.digamma(x + 1), lambda x: special.digamma(x) + 1 / x, P),
+    "polygamma": (lambda x: special.polygamma(1, x + 1), lambda x: special.polygamma(1, x) - 1 / x**2, P),
+    "norm": (
+        lambda x: stats.norm.logpdf(x, x[0], x[1]),
+        lambda x: -(((x - x[0]) / x[1]) ** 2 + np.log(2 * np.pi)) / 2 - anp.log(x[1]), P,
+    ),
+    "multivariate_normal": (
+        lambda x: stats.multivariate_normal.logpdf(x[0], x[1], COVARIANCE * x[2, 0]),
+        lambda x: normal(x[0], x[1], COVARIANCE * x[2, 0]), P,
+    ),
+    "dirichlet": (
+        lambda x: stats.dirichlet.logpdf(x[0] / anp.sum(x[0]), x[1]), lambda x: dirichlet(x[0] / anp.sum(x[0]), x[1]), P,
+    ),
+    "convolve": (
+        lambda x: autograd.scipy.signal.convolve(x[0], x[1], mode="valid"),
+        lambda x: anp.sum(x[0] * x[1][::-1], keepdims=True), P,
+    ),
+    "solve_triangular": (
+        lambda x: autograd.scipy.linalg.solve_triangular(anp.tril(anp.outer(x[0], x[0])), x[1], lower=True)[1],
+        lambda x: (x[1, 1] - x[0, 1] * x[1, 0] / x[0, 0]) / x[0, 1] ** 2, P,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("fun", "formula", "x"), OF_SCIPY.values(), ids=OF_SCIPY)
+def test_functions_of_scipy_that_are_not_ufuncs(fun, formula, x):
+    def loss(fun, x):
+        return anp.sum(anp.sin(mpiad.mpi_allreduce(fun(x))))
+
+    def compiled(x):
+        return loss(fun, x)
+
+    def expected(x):
+        return loss(formula, x)
+
+    v = np.cos(np.arange(12.0)).reshape(3, 4)
+    jitted = mpiad.jit(compiled, strict=True)
+    for z in (x, 0.999 * x):  # the second call runs the program
+        np.testing.assert_allclose(mpiad.jit(fun, strict=True)(z), formula(z), rtol=1e-9)
+        np.testing.assert_allclose(jitted(z), expected(z), rtol=1e-8)
+        pairs = [(mpiad.grad(jitted)(z), mpiad.grad(expected)(z)), (mpiad.hvp(jitted)(z, v), mpiad.hvp(expected)(z, v))]
+        pairs += [(mpiad.jit(mpiad.grad(compiled), strict=True)(z), pairs[0][1])]
+        pairs += [(mpiad.jit(mpiad.hvp(compiled), strict=True)(z, v), pairs[1][1])]
+        pairs += [(mpiad.jvp(jitted, z, v)[1], mpiad.jvp(expected, z, v)[1])]
+        for found, wanted in pairs:
+            np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9 * np.abs(wanted).max())
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("fun", "reference"),
+    [
+        (autograd.scipy.linalg.sqrtm, scipy.linalg.sqrtm),
+        (lambda a: 2 * anp.linalg.eigvals(a), lambda a: 2 * np.linalg.eigvals(a)),
+    ],
+    ids=["sqrtm", "eigvals"],
+)
+def test_results_that_are_real_or_complex_by_their_values(fun, reference):
+    jitted = mpiad.jit(fun, strict=True)
+    for a in (COVARIANCE, -COVARIANCE[::-1], np.array([[0.0, 1.0], [-1.0, 0.0]]), COVARIANCE):
+        found, wanted = jitted(a), reference(a)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, atol=1e-14)
