@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.numpy import numpy_wrapper as wrapped
 from autograd.tracer import getval, isbox
+from numpy.lib.array_utils import normalize_axis_tuple
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Axis
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, arrays_like, bound, refusal
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, anp, arrays_like, bound
 
 _NAMES = "a axis dtype out ddof keepdims"
 
@@ -50,18 +50,32 @@ def _product_of_others(x: Array) -> Array:
     return anp.reshape(stack([second * rest, first * rest], -1), x.shape)[..., :n]
 
 
-def _slope_of_average(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the weights divided by their sum, and the arguments by name."""
-    named = bound(fun, "a axis weights returned keepdims", args, kwargs)
-    x, axis, weights = named["a"], named.get("axis"), named.get("weights")
-    if len(args) > 2 or isbox(weights) or named.get("returned"):
-        raise refusal(fun, "with traced weights, weights by position or returned=True: write sum(w * x) / sum(w)")
-    ones, shape = anp.ones_like(x), anp.shape(x)
+def _average(
+    a: Array, axis: Axis = None, weights: Array = None, returned: bool = False, *, keepdims: bool = False
+) -> Array | tuple[Array, Array]:
+    """Return `numpy.average`; of traced arguments as a quotient of sums, since primitives don't trace keyword arguments."""
+    if not isbox(a) and not isbox(weights):
+        return _primitive_average(a, axis, weights, returned, keepdims=keepdims)
+    shape, ones = anp.shape(a), anp.ones_like(a)
     if weights is not None:
-        if anp.shape(weights) != shape:  # a vector along the axis
-            weights = anp.expand_dims(weights, [*range(1, len(shape) - (axis or 0) % len(shape))])
+        np.average(np.broadcast_to(1.0, shape), axis, np.broadcast_to(1.0, anp.shape(weights)))  # raises NumPy's errors
+        if anp.shape(weights) != shape:  # those of the axes only
+            axes = normalize_axis_tuple(axis, len(shape))  # type: ignore[arg-type]
+            weights = anp.transpose(weights, [axes.index(k) for k in sorted(axes)])
+            weights = anp.reshape(weights, [n if k in axes else 1 for k, n in enumerate(shape)])
         ones = ones * weights
-    return ones / anp.sum(ones, axis=axis, keepdims=True), named
+    total = anp.sum(ones, axis=axis, keepdims=keepdims)
+    value = getval(total)
+    if weights is not None and isinstance(value, (np.ndarray, np.generic)) and not np.all(value):
+        raise ZeroDivisionError("average: the weights sum to zero, and can't be normalized.")
+    average = anp.sum(a * ones, axis=axis, keepdims=keepdims) / total
+    return (average, total) if returned else average
+
+
+# Autograd's own function calls NumPy's, which can't compute with traced weights.
+_primitive_average = anp.average
+for _module in (anp, wrapped):
+    vars(_module)["average"] = _average
 
 
 def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
@@ -133,7 +147,6 @@ def _recurrence(a: Array, s: Array) -> Array:
 
 _SLOPES = {
     anp.prod: _slope_of_prod,
-    anp.average: _slope_of_average,
     getattr(wrapped, "_primitive_var", anp.var): _slope_of_var,
     getattr(wrapped, "_primitive_std", anp.std): _slope_of_std,
 }

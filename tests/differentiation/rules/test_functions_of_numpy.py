@@ -185,12 +185,45 @@ def test_functions_with_all_derivatives(some):
     "np.take(x, [0, -1, 0], axis=1)", "np.nansum(np.where(mask, x, np.nan), 0)", "np.nanmean(np.where(mask, x, np.nan))",
     "np.cumprod(x, 1)", "np.trapezoid(x, a)", "np.copy(x) * x", "np.trace(x[None] * x[:, :1, None], 1, 2, 1)",
     "np.split(x, [2, 1], 1)[2] ** 2", "x[(0, 1, 0), (2, 2, 1)] ** 2",
-    "np.average(x, 1, weights=a) ** 2", "linalg.norm(x, 1, 1) ** 2", "linalg.norm(x, np.inf, 1) ** 2",
+    "np.average(x, 1, weights=a) ** 2", "np.average(x, weights=np.exp(x), returned=True)[0]",
+    "linalg.norm(x, 1, 1) ** 2", "linalg.norm(x, np.inf, 1) ** 2",
     "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "abs(linalg.eigh(x @ x.T)[1]) ** 2",
 ])  # fmt: skip
 def test_compiled_functions(call):
     case = derivative_sweep.Case("compiled", call, (2, 3), "real")
     assert derivative_sweep.linearized_and_compiled(case) == ("right", "right")
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape"), [(None, (2, 3, 4)), (1, (3,)), (-1, (2, 3, 4)), ((2, 0), (4, 2)), ((0, 1), (2, 3))]
+)
+def test_averages_are_differentiated_with_respect_to_their_weights(axis, shape):
+    rng = numpy.random.default_rng(3)
+    x, w, dx, dw = [rng.uniform(0.5, 2.0, n) for n in ((2, 3, 4), shape) * 2]
+    letters = "abc" if len(shape) == 3 else "".join("abc"[k] for k in (axis if isinstance(axis, tuple) else [axis]))
+    rest = "".join(k for k in "abc" if axis is not None and k not in numpy.array(list("abc"))[numpy.atleast_1d(axis)])
+
+    def products(w, x):
+        return numpy.einsum(f"{letters},abc->{rest}", w, x)
+
+    total = products(w, numpy.ones_like(x))
+    mean = products(w, x) / total
+    change = products(dw, numpy.ones_like(x))
+    slope = (products(dw, x) + products(w, dx) - mean * change) / total  # of the quotient
+    calls = [lambda x, w: np.average(x, axis, w), lambda x, w: np.average(x, axis=axis, weights=w, returned=True)[0]]
+    for call in calls:
+        for fun in (call, mpiad.jit(call, strict=True)):
+            value, tangent = mpiad.jvp(lambda both: fun(*both), (x, w), (dx, dw))  # noqa: B023
+            gradient = mpiad.grad(lambda both: np.sum(fun(*both)))((x, w))  # noqa: B023
+            close(value, mean)
+            close(tangent, slope)
+            close(sum(numpy.sum(g * d) for g, d in zip(gradient, (dx, dw))), numpy.sum(slope))
+    parts = mpiad.jvp(lambda w: np.average(x, axis, w, returned=True, keepdims=True), w, dw)[1]
+    close(parts[1].ravel(), change.ravel())
+    with pytest.raises(ZeroDivisionError, match="the weights sum to zero"):
+        mpiad.grad(lambda w: np.sum(np.average(x, axis, w)))(0.0 * w)
+    with pytest.raises(TypeError, match="Axis must be specified"):
+        mpiad.grad(lambda w: np.average(x, weights=w))(w[0])
 
 
 def test_cholesky_of_hermitian_matrices():
@@ -298,8 +331,6 @@ def test_powers_of_negative_numbers_with_complex_exponents():
     (lambda x: linalg.svd(x)[0], "svd can't be differentiated with these arguments"),
     (lambda x: np.trapezoid(x, numpy.array([0.1, 0.5])), "trapezoid can't be differentiated with 3 values at 2 points"),
     (lambda x: linalg.norm(x, -np.inf, 0), "norm can't be differentiated with ord=-inf of a vector"),
-    (lambda x: np.average(x, 0, x[:, 0]), "average can't be differentiated with traced weights"),
-    (lambda x: np.average(x, 0, weights=x[:, 0]), "average can't be differentiated with traced weights"),
     (lambda x: np.prod(x, where=x > 0), "prod can't be differentiated with where"),
     (lambda x: np.diff(x, prepend=0.0), "diff can't be differentiated with prepend"),
     (np.nancumprod, "nancumprod can't be differentiated with respect to argument"),
