@@ -181,6 +181,8 @@ def _may_share(xs: list[Array], ys: list[Array]) -> bool:
 
 def assign(x: Array, new: Array) -> None:
     """Give a traced array the value and the node of another one; all arrays that share its memory become stale."""
+    if tracing.recorder is not None and any(x is argument for argument in tracing.arguments):
+        tracing.recorder.refuse(CHANGED_ARGUMENT)
     memory: SharedMemory | None = getattr(x._node, "memory", None)
     if memory is not None:
         _make_stale(memory, x._node, _arrays_in(x))
@@ -361,11 +363,10 @@ def keeping_arguments(fun: Function) -> Function:
     """Return a function that can't be compiled if it changes traced arguments in place: the caller wouldn't see it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        arguments = [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
-        nodes = [x._node for x in arguments]
-        result = fun(*args, **kwargs)
-        if tracing.recorder is not None and any(x._node is not node for x, node in zip(arguments, nodes)):
-            tracing.recorder.refuse(CHANGED_ARGUMENT)
-        return result
+        around, tracing.arguments = tracing.arguments, [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            tracing.arguments = around
 
     return called

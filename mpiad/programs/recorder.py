@@ -96,8 +96,8 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
         advice = ": give np.where three arguments" if fun is np.where else f": {SUMS}" if fun is np.bincount else ""
         return f"whose result has a shape that depends on traced values{advice}"
     if writes_into_argument(fun, args, kwargs):
-        advice = SUMS if fun.__name__ == "at" else "take its result, or set entries by x[i] = ..."
-        return f"which writes into an array that it is given: {advice}"
+        parts = "take its result, or join parts by np.stack or np.concatenate (without derivatives, x[i] = ... works, too)"
+        return f"which writes into an array that it is given: {SUMS if fun.__name__ == 'at' else parts}"
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AaKk" for x in further):
         return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""

@@ -221,7 +221,7 @@ _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
 def reason_of_conversion(frame: FrameType) -> str:
-    """Return the reason and advice if a frame sets or takes entries of a plain array, or is np.full's or SciPy's; else ""."""
+    """Return reason and advice if a frame sets or takes entries of a plain array, or is np.full's or SciPy's; else ""."""
     code = frame.f_code
     if code.co_name == "_wrapfunc" and frame.f_locals.get("method") == "take":
         return _INDEX
@@ -229,8 +229,8 @@ def reason_of_conversion(frame: FrameType) -> str:
         return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
     if code.co_code[frame.f_lasti] in _STORES:
         return (
-            "it writes traced values into an array of numbers, b[i] = x: begin with b = np.zeros_like(x), or join the "
-            f"parts by np.concatenate or np.stack of autograd.numpy; {SUMS}"
+            "it writes traced values into an array of numbers, b[i] = x: join the parts by np.stack or np.concatenate of "
+            f"autograd.numpy, or write np.where (without derivatives, b may begin as np.zeros_like(x)); {SUMS}"
         )
     if _is_in_scipy(frame):
         return (

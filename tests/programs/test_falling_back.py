@@ -600,6 +600,22 @@ def entry(x):
     return b
 
 
+def halved(x):
+    x *= 0.5  # decided
+    return x
+
+
+def caller_of_halved(x):
+    return anp.sum(halved(x) ** 2)
+
+
+@pytest.mark.parametrize("derivative", [lambda f: f, mpiad.grad, mpiad.value_and_grad], ids=["value", "grad", "both"])
+def test_the_line_that_changes_an_argument_is_named(derivative):
+    line = f"{Path(LINE).name}:{decided_line(halved)} in halved: it changes an argument in place"
+    with pytest.raises(TypeError, match=line):
+        derivative(mpiad.jit(caller_of_halved, strict=True))(np.ones(3))
+
+
 def importing(x):
     from math import pi
 
@@ -622,7 +638,10 @@ def slice_of_complex(x):
     ("fun", "message"),
     [
         *[
-            (fun, r"an array of numbers, b\[i\] = x: begin with b = np.zeros_like\(x\)")
+            (
+                fun,
+                r"an array of numbers, b\[i\] = x: join the parts by np.stack or .* \(without derivatives, b may begin as",
+            )
             for fun in (whole, entry, slice_of_complex)
         ],
         (lambda x: anp.full((2, 3), x), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
@@ -647,5 +666,9 @@ def test_the_advice_against_conversions(fun, message):
     x = np.ones(3)
     with pytest.raises(TypeError, match=message):
         mpiad.jit(fun, strict=True)(x)
+    stacked = lambda x: anp.sum(anp.stack([x[0], 2.0 * x[1]]) ** 2)  # noqa: E731
+    grad = lambda fun: mpiad.grad(fun, objective="sum")  # noqa: E731
+    for of_stacked in (grad(mpiad.jit(stacked, strict=True)), mpiad.jit(grad(stacked), strict=True)):
+        np.testing.assert_allclose(of_stacked(x), [2.0, 8.0, 0.0])
     for advised in (lambda x: (b := anp.zeros_like(x)).__setitem__(1, x[0]) or b, lambda x: x * np.ones((2, 3))):
         np.testing.assert_array_equal(mpiad.jit(advised, strict=True)(x), advised(x))

@@ -76,6 +76,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.recorder: ProgramRecorder | None = None  # the trace of a compiled program
+        self.arguments: Any = ()  # the traced arguments of the function that is compiled, which it mustn't change in place
         self.tape: Any = None  # the current tape
         self.lane = 0  # the index of the current reverse pass
         self.channels: Any = None  # those on which the current tape, or an operator that is one node, has communicated
