@@ -218,8 +218,8 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
 
 _STARTS = "number of mpi_iallreduce calls before"
 _ADVICE = {
-    "operation": "All ranks must make the same calls in the same order: look for a branch on the rank, an early return or "
-    "exit, or a loop of different length.",
+    "operation": "All ranks must make the same calls in the same order: look for a branch that some ranks don't take, an "
+    "early return or exit, or a loop of different length.",
     "communicator": "Pass the same communicator on all ranks.",
     "root": "Pass the same root on all ranks.",
     "reduction": "Pass the same op on all ranks.",
@@ -246,9 +246,14 @@ def raise_mismatch(described: list[tuple[Description, int]], group: Group) -> No
     )
     # If the operations differ, other differences don't help.
     name = different[0] if different else "step"
+    advice = _ADVICE[name]
+    if name in ("root", "reduction", "shape", "dtype") and len({d.place for _, (d, _) in rows}) > 1:
+        # Mostly a branch that some ranks don't take: then the arguments differ by chance.
+        advice = f"{_ADVICE['operation']} If these lines are meant to meet: {advice[0].lower()}{advice[1:]}"
+        name, different = "call site", ["call site", *[each for each in different if each != "call site"]]
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatchError(
-        f"the ranks were about to communicate in different calls: the {name} differs{others}. {_ADVICE[name]}\n{table}",
+        f"the ranks were about to communicate in different calls: the {name} differs{others}. {advice}\n{table}",
         table,
         tuple(sorted(group.members)),
     )

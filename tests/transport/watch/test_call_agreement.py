@@ -20,6 +20,7 @@ from mpiad.transport.watch.watch_settings import Settings
 
 pytestmark = pytest.mark.mpi(min_size=2)
 X = np.ones(3)
+WIDE, TALL = np.ones((2, 3)), np.ones((3, 2))
 
 # What differs, and what rank 0 and the others do.
 DIFFERENT: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
@@ -32,11 +33,7 @@ DIFFERENT: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
     "reduction": ("reduction", lambda: mpiad.mpi_allreduce(X, MPI.MAX), lambda: mpiad.mpi_allreduce(X, MPI.MIN)),
     "shape": ("shape", lambda: mpiad.mpi_allreduce(np.ones(3)), lambda: mpiad.mpi_allreduce(np.ones(4))),
     "shape of the same size": ("shape", lambda: mpiad.mpi_scan(np.ones((2, 3))), lambda: mpiad.mpi_scan(np.ones((3, 2)))),
-    "shape of a maximum": (
-        "shape",
-        lambda: mpiad.mpi_allreduce(np.ones((2, 3)), MPI.MAX),
-        lambda: mpiad.mpi_allreduce(np.ones((3, 2)), MPI.MAX),
-    ),
+    "shape of a maximum": ("shape", lambda: mpiad.mpi_allreduce(WIDE, MPI.MAX), lambda: mpiad.mpi_allreduce(TALL, MPI.MAX)),
     "dtype": ("dtype", lambda: mpiad.mpi_allreduce(X), lambda: mpiad.mpi_allreduce(X.astype("f4"))),
     "integer among floats": ("dtype", lambda: mpiad.mpi_allreduce(1), lambda: mpiad.mpi_allreduce(1.0)),
     "function of one operation": ("operation", lambda: mpiad.mpi_scan(X), lambda: mpiad.mpi_exscan(X)),
@@ -83,6 +80,20 @@ def test_lines_may_differ_with_a_deadline_alone(rank: int, size: int) -> None:
         total = mpiad.mpi_allreduce(1.0) if rank == 0 else mpiad.mpi_allreduce(2.0)
         J, g = mpiad.value_and_grad(lambda x: mpiad.mpi_allreduce(x) if rank else mpiad.mpi_allreduce(2 * x))(1.0)
     assert (total, J, g) == (2.0 * size - 1, size + 1.0, 1.0 if rank else 2.0)
+
+
+@pytest.mark.parametrize("watched", [mpiad.debug.checked, without_lines, deadline_alone])
+def test_a_branch_of_some_ranks_is_named_before_the_shapes(watched: Any, rank: int, size: int) -> None:
+    """K-means, where some ranks look for empty clusters, and others are at the next sum."""
+    text = r"the call site differs \(shape too\)\. .* a branch that some ranks don't take"
+    with watched(), pytest.raises(CommunicationMismatchError, match=text) as caught:
+        if rank == 0:
+            mpiad.mpi_allreduce(np.ones(3))
+        mpiad.mpi_allreduce(np.ones((3, 2)))
+    first, second = caught.value.table.splitlines()[1:3]
+    places = [int(line.partition(".py:")[2].split()[0]) for line in (first, second)]
+    assert "shape (3,)" in first and "shape (3, 2)" in second and places[1] == places[0] + 1
+    assert mpiad.mpi_allreduce(1) == size
 
 
 def test_sums_are_named_beside_other_reductions(rank: int) -> None:
