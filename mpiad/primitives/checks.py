@@ -7,7 +7,9 @@ counts of the two ranks would differ.
 
 from __future__ import annotations
 
+import inspect
 import operator
+import sys
 from collections.abc import Sequence
 from numbers import Integral
 
@@ -24,10 +26,26 @@ from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import checked_on_replay, tracing
 
 
-def results_are_returned(value: object, call: str) -> str:
-    """Return advice if the value of another argument may be a receive buffer; else ""."""
-    is_array = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
-    return f" Results are returned, not written into an argument: y = {call}(x, ...)." if is_array else ""
+def advice_for(value: object, call: str) -> str:
+    """Return the advice for a value in place of another argument, such as a receive buffer as the root; "" without any."""
+    function = getattr(sys.modules["mpiad.primitives"], call, None)
+    if function is None:  # a function of another package
+        return ""
+    names = inspect.signature(function).parameters
+    if hasattr(value, "Get_rank"):
+        return " Pass a communicator by name: comm=comm."
+    if isinstance(value, Op):
+        other = f"{call} has no operation: leave it out, or call mpi_reduce(x, op) or mpi_allreduce(x, op)"
+        return f" {'Pass an operation by name: op=MPI.SUM' if 'op' in names else other}."
+    if isinstance(value, Integral) and "root" in names:
+        return f" Pass a rank by name: root={value}."
+    is_list = isinstance(value, (list, tuple))
+    if is_list and value and "axis" in names and all(isinstance(count, Integral) for count in value):
+        known = f"{call}(x, axis=0) joins blocks of any lengths, which needn't be passed"
+        return f" {f'Pass lengths by name: axis=0, counts={list(value)}' if 'counts' in names else known}."
+    if is_list or getattr(value, "ndim", 0):
+        return f" Results are returned, not written into an argument: y = {call}(x, ...)."
+    return ""
 
 
 def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
@@ -35,8 +53,8 @@ def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        got = f"{type(value).__name__} {value!r}.{results_are_returned(value, call)}"
-        raise TypeError(f"{call}: {argument} must be {allowed}, but got {got}") from None
+        got = f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{call}: {argument} must be {allowed}, but got {got}.{advice_for(value, call)}") from None
 
 
 def positive_count(value: object, argument: str, least: int = 1) -> int:
@@ -92,7 +110,7 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
-        got = f"{type(op).__name__} {op!r}.{results_are_returned(op, call)}"
+        got = f"{type(op).__name__} {op!r}.{advice_for(op, call)}"
         raise TypeError(f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {got}")
     name, allowed = name_of(op), defined_for(kind)
     # User-defined operations have no adjoint, so they are refused for real and complex numbers.
@@ -100,6 +118,9 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
         return op
     got = "a user-defined operation" if name is None else f"MPI.{name}"
     hint = " To count, convert x to integers." if kind == "b" else ""
+    if name in ("MAXLOC", "MINLOC"):
+        owner = "mpi_allreduce(np.where(x == y, mpi_rank(), mpi_size()), op=MPI.MIN)"
+        hint = f" With y = mpi_allreduce(x, op=MPI.{name[:3]}), the lowest rank that has it is {owner}."
     raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
 
 
@@ -143,7 +164,7 @@ def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> lis
     """Return one count for each rank as integers; raise if they are invalid."""
     if type(counts) is not list and (np.ndim(counts) != 1 or np.asarray(counts).dtype.kind in "fc"):
         convert = f" Convert counts of floats by {argument}.astype(int)." if np.shape(counts) == (size,) else ""
-        got = f"{type(counts).__name__} {counts!r}.{convert}{results_are_returned(counts, call)}"
+        got = f"{type(counts).__name__} {counts!r}.{convert}{advice_for(counts, call) if np.ndim(counts) else ''}"
         raise TypeError(f"{call}: {argument} must be a list of {size} integers, but got {got}")
     lengths = [count if type(count) is int else integer_of(count, call, argument, "integers") for count in counts]
     if len(lengths) != size or min(lengths, default=0) < 0:

@@ -1,6 +1,7 @@
 """What all primitives refuse alike: arrays that can't be sent, ranks that aren't there, communicators."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -104,6 +105,46 @@ def test_counts_that_are_floats(size):
     with pytest.raises(TypeError, match=r"counts must be a list of \d integers.*Convert .*counts\.astype\(int\)"):
         mpiad.mpi_alltoall(np.ones(size), np.ones(size))
     np.testing.assert_array_equal(mpiad.mpi_alltoall(np.ones(size), np.ones(size).astype(int)), np.ones(size))
+
+
+# Arguments in the places of others, and what to write.
+MISPLACED = [
+    (lambda x: mpiad.mpi_scatter(x, [3, 3]), "Pass lengths by name: axis=0, counts=[3, 3]."),
+    (lambda x: mpiad.mpi_scatter(x, 0, [3, 3]), "Pass lengths by name: axis=0, counts=[3, 3]."),
+    (lambda x: mpiad.mpi_reduce_scatter(x, (3, 3)), "Pass lengths by name: axis=0, counts=[3, 3]."),
+    (lambda x: mpiad.mpi_scatter([x[:3], x[3:]]), "joins, with axis=0, counts=[3, 2]."),
+    (lambda x: mpiad.mpi_alltoall([x[:3], x[3:]]), "joins, with axis=0, counts=[3, 2]."),
+    (lambda x: mpiad.mpi_scatter([]), "Make it an array with autograd.numpy.array"),
+    (lambda x: mpiad.mpi_gather(x, [3, 3]), "mpi_gather(x, axis=0) joins blocks of any lengths, which needn't be passed."),
+    (lambda x: mpiad.mpi_allgather(x, [3, 3]), "mpi_allgather(x, axis=0) joins blocks of any lengths"),
+    *[
+        (lambda x, name=name: getattr(mpiad, name)(x, MPI.COMM_WORLD), "Pass a communicator by name: comm=comm.")
+        for name in """mpi_allgather mpi_allreduce mpi_bcast mpi_gather mpi_recv mpi_reduce mpi_reduce_scatter mpi_scatter
+        mpi_send mpi_sum""".split()
+    ],
+    (lambda x: mpiad.mpi_reduce(x, 0), "Pass a rank by name: root=0."),
+    (lambda x: mpiad.mpi_sum(x, MPI.SUM), "mpi_sum has no operation: leave it out, or call mpi_reduce(x, op)"),
+    (lambda x: mpiad.mpi_reduce(x, MPI.SUM, MPI.SUM), "Pass an operation by name: op=MPI.SUM."),
+    *[
+        (lambda x, op=op: mpiad.mpi_allreduce(x, op), f"With y = mpi_allreduce(x, op=MPI.{extremum}), the lowest rank that")
+        for op, extremum in ((MPI.MAXLOC, "MAX"), (MPI.MINLOC, "MIN"))
+    ],
+]
+
+
+@pytest.mark.parametrize(("call", "advice"), MISPLACED)
+def test_misplaced_arguments(call, advice):
+    with pytest.raises(TypeError, match=rf"^mpi_\w+: .*{re.escape(advice)}"):
+        call(np.ones(5))
+
+
+def test_the_owner_of_an_extremum(rank, size):
+    x = np.array([rank, -rank, 2.0])
+    for op, owners in ((MPI.MAX, [size - 1, 0, 0]), (MPI.MIN, [0, size - 1, 0])):
+        y = mpiad.mpi_allreduce(x, op=op)
+        owner = mpiad.mpi_allreduce(np.where(x == y, mpiad.mpi_rank(), mpiad.mpi_size()), op=MPI.MIN)
+        assert owner.tolist() == owners
+        assert mpiad.mpi_bcast(rank * 1.0, root=owner[1]) == owners[1]
 
 
 def test_buffers_of_mpi4py(size):

@@ -33,7 +33,7 @@ def require_sendable(x: Array, call: str) -> None:
 def _converted(x: Array, call: str) -> Array:
     arrays = arrays_of(x)
     if arrays is None and (_is_masked(x) or not isinstance(x, (np.ndarray, *_SCALARS))):
-        raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
+        raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x, call)}")
     # np.ascontiguousarray would add a dimension to an array without dimensions.
     array = np.asarray(x) if arrays is None and not np.ndim(x) else contiguous(x)
     if array.dtype not in _DTYPES:
@@ -61,7 +61,7 @@ def conversion(dtype: np.dtype, argument: str) -> str:
     return f"Pass {argument}.astype({'float64' if dtype.kind == 'f' else 'complex128'!r})."
 
 
-def _advice(x: Array) -> str:
+def _advice(x: Array, call: str) -> str:
     if x is None:
         return "Only ranks whose x isn't used may pass None."
     if _is_masked(x):
@@ -69,6 +69,11 @@ def _advice(x: Array) -> str:
     if isinstance(x, (list, tuple)):
         if any(isinstance(item, Datatype) for item in x):
             return "Pass the array alone: its datatype and the number of its entries are known."
+        lengths = [shape[0] if (shape := getattr(item, "shape", ())) else None for item in x]
+        if call in ("mpi_scatter", "mpi_alltoall") and x and None not in lengths:
+            return (
+                f"Pass the whole array, whose blocks np.concatenate of autograd.numpy joins, with axis=0, counts={lengths}."
+            )
         return "Make it an array with autograd.numpy.array, or send its items one by one."
     if x is IN_PLACE:
         return "Pass the array itself: it isn't overwritten, and the result is returned."
@@ -99,7 +104,7 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
         return Spec(like.shape, like.dtype, arrays)
     raise TypeError(
         f"{call}: {argument} gives the shape and dtype of the array to receive and must be {_ALLOWED}, "
-        f"but got {type(like).__name__} ({_shortened(like)}).{' ' + _advice(like) if argument == 'x' else ''}"
+        f"but got {type(like).__name__} ({_shortened(like)}).{' ' + _advice(like, call) if argument == 'x' else ''}"
     )
 
 
