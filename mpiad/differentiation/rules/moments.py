@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 from autograd.numpy import numpy_wrapper as wrapped
 from autograd.tracer import getval, isbox
-from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpiad._typing import Array, Axis
 from mpiad.device.assembly import concatenate, stack
@@ -60,7 +59,7 @@ def _average(
     if weights is not None:
         np.average(np.broadcast_to(1.0, shape), axis, np.broadcast_to(1.0, anp.shape(weights)))  # raises NumPy's errors
         if anp.shape(weights) != shape:  # those of the axes only
-            axes = normalize_axis_tuple(axis, len(shape))  # type: ignore[arg-type]
+            axes = [int(k) % len(shape) for k in np.atleast_1d(axis)]  # type: ignore[arg-type]
             weights = anp.transpose(weights, [axes.index(k) for k in sorted(axes)])
             weights = anp.reshape(weights, [n if k in axes else 1 for k, n in enumerate(shape)])
         ones = ones * weights
