@@ -27,6 +27,12 @@ _NO_ASSIGNMENT = (
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
+# The rest of a warning that begins with a line.
+NO_CONVERSION_BY_ENTRY = (
+    "makes an array of objects from the entries of a traced array, with which NumPy computes slowly. Write np.dot(a, x) "
+    "instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of plain NumPy's, and "
+    f"pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
+)
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
     f"f(x, out=y). {_SUMS}"

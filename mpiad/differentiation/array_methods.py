@@ -8,6 +8,8 @@ but they first look at the node of the box: for a trace of plain autograd, they 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,13 +19,19 @@ import numpy as np
 from autograd.core import JVPNode, VJPNode
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, primitive, register_notrace
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function
 from mpiad.device.boxes import DeviceBox
+from mpiad.differentiation.advice import NO_CONVERSION_BY_ENTRY
 from mpiad.differentiation.forward import TangentNode
 from mpiad.differentiation.tape import OrderedNode
+from mpiad.transport.core import calls
+from mpiad.transport.world import level_of_repeats
 
 _NODES = (OrderedNode, TangentNode)
+_log = logging.getLogger("mpiad")
+_converting: set[str] = set()  # the lines for which a warning was logged
 
 
 class TracedAttribute:
@@ -71,6 +79,27 @@ def _astype(x: Array, dtype: Any, *args: Any, **kwargs: Any) -> Array:
     return inherited(x, dtype, *args, **kwargs) if is_inexact else _converted(x, dtype)
 
 
+def _conversion(x: Array) -> Function:
+    # NumPy itself makes an array of numbers from an array without entries, and keeps a number as an object.
+    if not x.size or not x.ndim:
+        raise AttributeError("only arrays with entries and axes have the attribute '__array__'")
+    return partial(_array_of_entries, x)
+
+
+def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
+    # The array that NumPy itself makes from a sequence of entries. A dtype of numbers is an error, and a caller may ask for
+    # objects; but without a dtype NumPy computes with objects, which is slow and can't be noticed otherwise.
+    if dtype is None:
+        caller, value = sys._getframe(1), getval(x)
+        if hasattr(value, "recorder"):  # in a trace of `jit`, which refuses conversions by the user's code
+            if calls.user_frame(caller)[0] is caller:
+                value.__array__()
+        elif (line := calls.site_of(caller).text) not in _converting:
+            _converting.add(line)
+            _log.log(level_of_repeats(), "%s %s", line, NO_CONVERSION_BY_ENTRY)
+    return np.array([*x], object if dtype is None else dtype, copy=copy)
+
+
 # The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.
 _METHODS: dict[str, Callable[..., Any]] = {
     "__iter__": lambda x: (x[i] for i in range(len(x))),  # TypeError for a scalar
@@ -84,7 +113,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "dot": anp.dot,
     "transpose": _transposed,
 }
-_PARTS = {"real": anp.real, "imag": anp.imag, "mT": lambda x: anp.swapaxes(x, -1, -2)}
+_PARTS: dict[str, Function] = {
+    "__array__": _conversion,
+    "real": anp.real,
+    "imag": anp.imag,
+    "mT": lambda x: anp.swapaxes(x, -1, -2),
+}
 
 for _name, _function in _METHODS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, partial(partial, _function)))

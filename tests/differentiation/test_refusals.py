@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -231,3 +234,29 @@ def test_a_deep_copy_is_differentiated() -> None:
 
     np.testing.assert_allclose(mpiad.grad(cubes)({"a": x})["a"], 3 * x**2, rtol=1e-14)
     np.testing.assert_allclose(mpiad.hvp(cubes)({"a": x}, {"a": x})["a"], 6 * x**2, rtol=1e-14)
+
+
+@pytest.mark.interpreted  # jitted functions are refused
+def test_objects_in_place_of_a_traced_array_are_warned_of_once_per_line(caplog: pytest.LogCaptureFixture) -> None:
+    a, x = np.arange(9.0).reshape(3, 3), np.array([1.0, -2.0, 3.0])
+
+    def loss(x: Any) -> Any:
+        return np.sum(a.dot(x) ** 2)
+
+    def einsum(x: Any) -> Any:
+        rows = np.einsum("ij,j->i", a, anp.outer(x, x)[1])
+        return np.sum(rows) + np.zeros((3, 0)).dot(x[:0])[0] + np.array([x[0], x[1]])[0] + np.asarray(x, object)[0]
+
+    caplog.set_level(logging.WARNING, "mpiad")
+    for _ in range(2):
+        np.testing.assert_allclose(mpiad.grad(loss)(x), 2 * a.T @ (a @ x), rtol=1e-14)
+        np.testing.assert_allclose(mpiad.jvp(loss, x, x)[1], 2 * x @ a.T @ (a @ x), rtol=1e-14)
+        expected = x[1] * a.sum(axis=0) + np.array([2.0, a.sum(axis=0) @ x, 0.0])
+        np.testing.assert_allclose(mpiad.grad(einsum)(x), expected, rtol=1e-14)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" makes")[0] for message in messages] == [
+        f"{Path(__file__).name}:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" for fun in (loss, einsum)
+    ]
+    assert all(re.search(r"np\.dot\(a, x\) instead of a\.dot\(x\), .* autograd\.numpy", message) for message in messages)
+    np.testing.assert_allclose(autograd.grad(lambda x: np.sum(a.dot(x) ** 2))(x), mpiad.grad(loss)(x), rtol=1e-14)
+    assert len(caplog.records) == 2  # traces of plain autograd are as without the library

@@ -654,6 +654,7 @@ def slice_of_complex(x):
             for fun in (scipy.special.logsumexp, lambda x: scipy.stats.norm.logpdf(x), lambda x: block_diag(x, x))
         ],
         (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
+        (mpiad.grad(lambda x: anp.sum(np.eye(3).dot(x))), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (
             mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
             "select returns an array of objects .* in place of lists of traced values write np.where",
