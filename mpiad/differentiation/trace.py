@@ -71,15 +71,13 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
     leaves = [_with_dtype(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
     if not places:
-        names = {type(leaf).__name__ + (f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else "") for leaf in leaves}
-        kinds = ", ".join(sorted(names)) or "nothing"
-        advice = " A rank that has no values passes np.zeros(0)." if "NoneType" in names else ""
-        raise TypeError(
-            f"{call}: argument {argnum!r} holds {kinds}, but only floating-point numbers and arrays have derivatives. "
-            f"Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128.{advice}"
-        )
+        raise _without_variables(leaves, argnum, call)
     if len(places) < len(leaves):
         refuse_objects(chosen, f"argument {argnum!r}", call)
+        for i, part in () if isinstance(argnum, (int, np.integer)) else zip(argnum, chosen):
+            parts = flatten(part)[0]
+            if parts and all(map(_is_integer, parts)):
+                raise _without_variables(parts, i, call)
     if not isinstance(shared, (tuple, list)):
         return Variables(leaves, places, build, range(len(places)) if shared else ())
     booleans = all(isinstance(flag, (bool, np.bool_)) for flag in shared)
@@ -90,6 +88,20 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
         )
     flags = [flag for flag, part in zip(shared, chosen) for _ in flatten(part)[0]]
     return Variables(leaves, places, build, [k for k, place in enumerate(places) if flags[place]])
+
+
+def _is_integer(leaf: Array) -> bool:
+    return isinstance(leaf, int) or getattr(getattr(leaf, "dtype", None), "kind", None) in ("b", "i", "u")
+
+
+def _without_variables(leaves: Sequence[Array], argnum: Argnum, call: str) -> TypeError:
+    names = {type(leaf).__name__ + (f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else "") for leaf in leaves}
+    kinds = ", ".join(sorted(names)) or "nothing"
+    advice = " A rank that has no values passes np.zeros(0)." if "NoneType" in names else ""
+    return TypeError(
+        f"{call}: argument {argnum!r} holds {kinds}, but only floating-point numbers and arrays have derivatives. "
+        f"Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128.{advice}"
+    )
 
 
 def _with_dtype(leaf: Array) -> Array:

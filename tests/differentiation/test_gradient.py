@@ -104,6 +104,25 @@ def test_argnum_as_a_tuple_and_keywords(rank, size, rank_rng):
     assert_close(mpiad.grad(program, 1)(*arguments, power=3), np.sum(xs[rank] ** 3))
 
 
+@pytest.mark.parametrize("number", [1, True, np.int64(2), np.array([1, 2, 3]), [2, 1]], ids=repr)
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_integer_among_several_arguments_is_refused_like_a_single_one(number, jit):
+    x, v = np.array([1.0, -2.0, 3.0]), np.array([0.5, 1.0, -1.5])
+    compiled = mpiad.jit if jit else lambda fun: fun
+    loss = lambda x, a: mpiad.mpi_sum(anp.sum(x**2 * (a[0] if isinstance(a, (list, tuple)) else a)))  # noqa: E731
+    products = mpiad.jacobian, mpiad.make_vjp, mpiad.make_jvp, mpiad.make_hvp, mpiad.linearize
+    for derivative in (mpiad.grad, mpiad.value_and_grad, *(() if jit else products)):
+        for argnum in (1, (0, 1), (1, 0)):
+            with pytest.raises(TypeError, match=r"argument 1 holds .*Pass floats \(3\.0 instead of 3\)"):
+                compiled(derivative(loss, argnum))(x, number)
+    with pytest.raises(TypeError, match="hvp: argument 1 holds"):
+        compiled(mpiad.hvp(loss, (0, 1)))(x, number, (v, number))
+    # Among the floats of an argument, or in an argument that is no number, nothing is refused.
+    for more in ({"n": number, "f": 1.0}, None, ()):
+        found = mpiad.grad(lambda x, more: mpiad.mpi_sum(anp.sum(x**2)), (0, 1))(x, more)
+        assert_close(found[0], 2 * x)
+
+
 def nest(rank, rng):
     """A container of containers, of another form on every rank."""
     return {
