@@ -33,6 +33,10 @@ NO_CONVERSION_BY_ENTRY = (
     "instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of plain NumPy's, and "
     f"pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
 )
+_NO_TRACED_ENTRIES = (
+    "A sparse matrix of SciPy can't hold traced entries: write its product with a vector as "
+    "mpiad.segment_sum(entries * x[columns], rows, number_of_rows)."
+)
 _NOT_IN_PLACE = (
     "An array that isn't traced can't hold traced values: write a = a + x instead of a += x, and y = f(x) instead of "
     f"f(x, out=y). {_SUMS}"
@@ -56,7 +60,8 @@ _ADVICE = (
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'|bincount can't be", _SUMS),
     (r"mpi_\w+\(\) (got multiple values|takes .*positional)", _OTHER_ARGUMENTS),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
-    (r"no supported conversion for types: .*O", _NO_SPARSE),
+    (r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object", _NO_TRACED_ENTRIES),
+    (r"no supported conversion for types: .*O|w\.r\.t\. type <class 'scipy\.sparse", _NO_SPARSE),
     (
         r"Box' object does(n't| not) support item|__array_ufunc__\(.*out=.*Box|"
         r"only integer scalar arrays can be converted to a scalar index",
@@ -67,7 +72,7 @@ _ADVICE = (
     (
         r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
         r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
-        r"object arrays are not supported|not supported for the input types",
+        r"object arrays are not supported|not supported for the input types|common type for non-numeric array",
         _NO_PLAIN_NUMPY,
     ),
 )

@@ -398,9 +398,9 @@ def refuse_suspended(node: object, call: str) -> None:
                 "Communicate in the thread of the traced function; mpiad.stop_gradient(x) gives the plain value."
             )
         raise TypeError(
-            f"{call}: got a traced value inside the body of an operator (a solve, or a function made by "
-            "mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an argument; "
-            "mpiad.stop_gradient(x) gives its plain value if no derivative is needed."
+            f"{call}: got a traced value inside the body of an operator (a solve, a scan with checkpoints, or a function "
+            "made by mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an "
+            "argument, to scan among the params; mpiad.stop_gradient(x) gives its plain value if no derivative is needed."
         )
 
 

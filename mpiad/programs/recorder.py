@@ -67,6 +67,10 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 
 _OBJECT = np.dtype(object)
+_NO_OBJECTS = (
+    ": in place of lists of traced values write np.where or np.stack, and in place of a product with a sparse matrix of "
+    "SciPy mpiad.linalg.sparse_matmul(A, x)"
+)
 
 
 def _root(value: Any) -> Any:
@@ -480,7 +484,7 @@ class Recorder:
         else:
             is_array = isinstance(result, np.ndarray)
             what = f"an array of {result.dtype}s" if is_array else f"{type(result).__name__}, which isn't an array"
-            advice = ": in place of lists of traced values write np.where or np.stack" if what.endswith("objects") else ""
+            advice = _NO_OBJECTS if what.endswith("objects") else ""
             self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values{advice}")
         self._step(kind, fun, args, tuple([result.number for result in results]), kwargs)
         return out

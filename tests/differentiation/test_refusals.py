@@ -16,7 +16,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, diags
 from scipy.spatial.distance import cdist
 
 import mpiad
@@ -151,6 +151,30 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
         TypeError,
         "no supported conversion",
         r"mpiad\.linalg\.sparse_matmul\(A, x\)",
+    ),
+    "sparse matrix, by dot": (
+        lambda x: anp.sum(anp.dot(csr_matrix(np.eye(3)), x)),
+        TypeError,
+        "scipy.sparse",
+        r"mpiad\.linalg\.sparse_matmul\(A, x\)",
+    ),
+    "traced entries": (
+        lambda x: anp.sum(csr_matrix((x, ([0, 1, 1], [0, 1, 2]))) @ np.ones(3)),
+        ValueError,
+        "does not support dtype object",
+        r"mpiad\.segment_sum\(entries \* x\[columns\], rows, number_of_rows\)",
+    ),
+    "traced entries of given rows": (
+        lambda x: anp.sum(csr_matrix((x, np.arange(3), np.arange(4))) @ np.ones(3)),
+        TypeError,
+        "no supported conversion",
+        r"mpiad\.segment_sum\(entries",
+    ),
+    "traced diagonal": (
+        lambda x: anp.sum(diags([x], [0]) @ np.ones(3)),
+        TypeError,
+        "non-numeric array",
+        AUTOGRAD,
     ),
     "distances of SciPy": (lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0], ValueError, "dtype object", AUTOGRAD),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),

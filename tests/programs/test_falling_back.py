@@ -17,6 +17,7 @@ from autograd.extend import defvjp, primitive
 from autograd.scipy.linalg import block_diag
 from jitted import assert_same
 from mpi4py import MPI
+from scipy.sparse import csr_matrix
 
 import mpiad
 from mpiad.domain import Domain
@@ -658,6 +659,10 @@ def slice_of_complex(x):
         (
             mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
             "select returns an array of objects .* in place of lists of traced values write np.where",
+        ),
+        (
+            lambda x: anp.dot(csr_matrix(np.eye(3)), x),
+            r"dot returns an array of objects .*mpiad\.linalg\.sparse_matmul\(A, x\)",
         ),
         (importing, "an import statement in importing, which should stand outside of the function"),
         (Recalling().total, r"Recalling.total: it assigns self.last, whose value it should return instead"),

@@ -501,3 +501,21 @@ def test_complex_and_real_arrays_of_one_state():
         np.testing.assert_allclose(mpiad.grad(loss, objective="sum")(0.7, checkpoints), slope(0.7), rtol=1e-13)
         curvature = (8 * (slope(0.701) - slope(0.699)) - slope(0.702) + slope(0.698)) / 12e-3
         np.testing.assert_allclose(mpiad.hvp(loss, objective="sum")(0.7, checkpoints, 1.0), curvature, rtol=1e-9)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("communicates", [False, True])
+def test_a_variable_from_outside_of_the_step_is_refused_with_the_remedy(communicates):
+    total = mpiad.mpi_allreduce if communicates else lambda x: x
+    x, v = np.array([1.0, -2.0]), 0.5
+
+    def outside(a):
+        return anp.sum(scan(lambda u, k: total(a) * u, x, 3, checkpoints=2))
+
+    def param(a):
+        return anp.sum(scan(lambda u, k, a: total(a) * u, x, 3, a, checkpoints=2))
+
+    for derivative in (mpiad.grad(outside), lambda a: mpiad.jvp(outside, a, v)):
+        with pytest.raises(TypeError, match="so that step gets it|a scan with checkpoints, .* to scan among the params"):
+            derivative(2.0)
+    np.testing.assert_allclose(mpiad.grad(param)(2.0), 3 * 2.0**2 * x.sum(), rtol=1e-14)
