@@ -355,3 +355,31 @@ def test_operators_that_communicate_outside_of_comm(method, rank):
     part = MPI.COMM_WORLD.Split(rank % 2)
     u = solve(lambda u: 4.0 * u + mpiad.mpi_allreduce(anp.sum(u), comm=part), np.ones(3), method=method, comm=part)
     np.testing.assert_allclose(u, 1 / (4 + 3 * part.size), rtol=1e-7)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("solver", ["newton", "gmres"])
+def test_solves_of_a_part_in_an_operator_that_communicates_with_all(solver, rank):
+    """What all ranks communicate before the solve isn't its operator's; beside a closed form, up to second derivatives."""
+
+    def root(b):  # of u³ + u = b, or u = b / 4
+        if solver == "newton":
+            return newton(lambda u, b: u**3 + u - b, 0 * mpiad.stop_gradient(b), b, comm=MPI.COMM_SELF, rtol=1e-13)
+        return solve(lambda u: 4.0 * u, b, method="gmres", comm=MPI.COMM_SELF, rtol=1e-13)
+
+    def loss(b):
+        total = mpiad.mpi_allreduce(anp.sum(b))
+        return mpiad.mpi_allreduce(anp.sum(root(b) ** 2)) + 0.5 * total**2
+
+    b = np.arange(1.0, 4.0) + rank
+    u = b / 4
+    for _ in range(40 if solver == "newton" else 0):
+        u = u - (u**3 + u - b) / (3 * u**2 + 1)
+    slope = 1 / (3 * u**2 + 1) if solver == "newton" else 0.25
+    bend = -6 * u * slope**3 if solver == "newton" else 0.0
+    v = np.cos(b)
+    expected = 2 * u * slope + mpiad.mpi_allreduce(np.sum(b))
+    np.testing.assert_allclose(mpiad.grad(loss)(b), expected, rtol=1e-10)
+    second = 2 * (slope**2 + u * bend) * v + mpiad.mpi_allreduce(np.sum(v))
+    for product in (lambda: mpiad.hvp(loss)(b, v), lambda: mpiad.make_hvp(loss)(b).product(v)):
+        np.testing.assert_allclose(product(), second, rtol=1e-8)

@@ -45,7 +45,7 @@ from mpiad.transport.core.agreement import (
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
 from mpiad.transport.core.lookup import channel
 from mpiad.transport.core.polling import StateExchange
-from mpiad.transport.core.tracing import tracing
+from mpiad.transport.core.tracing import note_channels, tracing
 from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
 from mpiad.transport.exits.signals import requested
@@ -274,9 +274,7 @@ class DeferredFailures:
         """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
         fault, start = self._channel.fault, next(communications)
         try:
-            out = fun(*args)
-            if self._is_part and name not in self._communicated and tracing.channels:
-                self._require_members(name)
+            out = fun(*args) if not self._is_part or name in self._communicated else self._among_members(name, fun, *args)
         except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
             alone = self._channel.size == 1 or recovers() or isinstance(error, DeadlockError)
@@ -298,15 +296,23 @@ class DeferredFailures:
             self._communicated.add(name)
         return out
 
-    def _require_members(self, name: str) -> None:
-        """Raise a ValueError if a function communicates with other ranks, whose calls of it may end at another time."""
-        others = {rank for used, pending in tracing.channels if not pending for rank in used.members}
+    def _among_members(self, name: str, fun: Function, *args: Any) -> Any:
+        """Return ``fun(*args)``; raise a ValueError if it communicates with ranks whose calls may end at another time."""
+        around, tracing.channels = tracing.channels, set()
+        try:
+            out = fun(*args)
+            others = {rank for used, pending in tracing.channels if not pending for rank in used.members}
+        finally:
+            # An enclosing tape knows of these channels, too.
+            used, tracing.channels = tracing.channels, around
+            note_channels(used)
         if not others <= set(self._channel.members):
             raise ValueError(
                 f"{self._call}: {name} communicates with ranks that don't belong to comm={self._channel.user.name!r}, "
                 "whose solves may take another number of iterations, so that ranks would wait for each other forever. Pass "
                 "the communicator of all ranks; the unknowns of a system are the blocks of all its ranks."
             )
+        return out
 
     def note(self, error: BaseException, seconds: float = LATE) -> None:
         """Record an error; the job ends if there is no agreement within `seconds`."""
