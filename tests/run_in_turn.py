@@ -9,6 +9,7 @@ and what it leaves is cleared.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import runpy
 import shlex
@@ -38,6 +39,8 @@ def run(program: Path, raising: bool) -> None:
         mpiad.reset()
     os.environ.clear()
     os.environ.update(environment)
+    logging.root.handlers.clear()  # `basicConfig` does nothing if there are some
+    logging.getLogger("mpiad").setLevel(logging.NOTSET)
     MPI.COMM_WORLD.Barrier()
 
 

@@ -180,9 +180,9 @@ def test_only_ghosts_travel(rank, size, monkeypatch):
     assert repr(a).startswith("DistributedMatrix(40 x 40, float64; rank ") and f", ghosts: {inner})" in repr(a)
     sent = []
 
-    def counting(channel, kind, buffers, call, arrays, *rest):
-        sent.extend(array.size for array in arrays if kind == "blocking send")
-        return begin(channel, kind, buffers, call, arrays, *rest)
+    def counting(channel, kind, buffers, call, messages, *rest):
+        sent.extend(message[0].size for message in messages if kind == "blocking send")
+        return begin(channel, kind, buffers, call, messages, *rest)
 
     begin = Channel.begin
     monkeypatch.setattr(Channel, "begin", counting)
