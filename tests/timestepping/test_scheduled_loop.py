@@ -8,6 +8,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.programs import scheduled_calls
 from mpiad.timestepping import CheckpointSchedule, scan
+from mpiad.transport.core.channels import is_watched
 
 pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
 COMM = MPI.COMM_WORLD
@@ -17,6 +18,8 @@ COUNTS = [3 + rank % 2 for rank in range(SIZE)]
 FIRST = sum(COUNTS[:RANK])
 MINE = slice(FIRST, FIRST + COUNTS[RANK])
 rng = np.random.default_rng(8)
+# Watched calls are Python's, and so are messages with Open MPI.
+HAS_COMMANDS = not is_watched() and MPI.get_vendor()[0] == "MPICH"
 START, RATES = rng.standard_normal(sum(COUNTS)), np.array([0.3, -0.2, 0.1])
 
 
@@ -112,7 +115,7 @@ def test_values_and_gradients(checkpoints, steps, by_commands):
         np.testing.assert_allclose(value, whole(*x, steps), rtol=1e-12)
         products, expected = slopes(x, found, steps)
         np.testing.assert_allclose(products, expected, rtol=1e-10, atol=1e-12)
-    assert len(by_commands) >= 2
+    assert len(by_commands) >= 2 * HAS_COMMANDS
 
 
 @pytest.mark.mpi(min_size=2)
@@ -125,7 +128,7 @@ def test_beside_a_rank_that_interprets_its_steps(by_commands):
         value, found = gradient((x[0][MINE], x[1][:, MINE], x[2]))
         np.testing.assert_allclose(value, whole(*x, 11), rtol=1e-12)
         np.testing.assert_allclose(*slopes(x, found, 11), rtol=1e-10)
-    assert (not by_commands) == plain
+    assert bool(by_commands) == (HAS_COMMANDS and not plain)
 
 
 def test_two_loops_of_one_step_in_one_loss(by_commands):
@@ -141,7 +144,7 @@ def test_two_loops_of_one_step_in_one_loss(by_commands):
         expected = (whole(*z, 11) + whole(np.sin(z[0]), *z[1:], 11)).imag / 1e-30
         product = sum(np.sum(g * v) for g, v in zip(found, (along[0][MINE], along[1][:, MINE], along[2])))
         np.testing.assert_allclose(COMM.allreduce(product), expected, rtol=1e-10)
-    assert len(by_commands) >= 4
+    assert len(by_commands) >= 4 * HAS_COMMANDS
 
 
 @pytest.mark.serial
@@ -155,9 +158,10 @@ def test_long_loops_have_no_commands(most, by_commands, monkeypatch):
         value, slope = gradient(START)
     np.testing.assert_allclose(value, 0.999**80 * np.sum(START**2), rtol=1e-12)
     np.testing.assert_allclose(slope, 2 * 0.999**80 * START, rtol=1e-12)
-    assert bool(by_commands) == (most == 2000)
+    assert bool(by_commands) == (HAS_COMMANDS and most == 2000)
 
 
+@pytest.mark.skipif(not HAS_COMMANDS, reason="there are no commands")
 def test_what_a_step_repeats_otherwise_is_reported(monkeypatch):
     """After the forward run the stored last state is changed, as by a step with random numbers."""
     advance = mpiad.jit(lambda u, k, a: u + a * anp.sin(u), strict=True)
@@ -211,7 +215,7 @@ def test_states_and_parameters_of_other_kinds(start, dtype, by_commands):
     for found, right in zip(slopes, expected[1]):
         assert (found.dtype, np.shape(found)) == (right.dtype, np.shape(right))
         np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance * np.max(np.abs(right)))
-    assert len(by_commands) >= 2
+    assert len(by_commands) >= 2 * HAS_COMMANDS
 
 
 def test_halos_of_large_blocks(by_commands):
@@ -239,7 +243,7 @@ def test_halos_of_large_blocks(by_commands):
     np.testing.assert_allclose(value, expected[0], rtol=1e-13)
     for found, right in zip(slopes, expected[1]):
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-13 * np.max(np.abs(right)))
-    assert len(by_commands) >= 2
+    assert len(by_commands) >= 2 * HAS_COMMANDS
 
 
 @pytest.mark.serial
@@ -273,4 +277,4 @@ def test_states_whose_parts_change_places(checkpoints, by_commands):
         last, seen = run(alone, 0.9)
         of_part = sum(np.sum((i + 1) * x**2) for i, x in enumerate((*last, *seen)))
         np.testing.assert_allclose(np.sum(slope * part), 2 * of_part, rtol=1e-13)
-    assert len(by_commands) >= 2
+    assert len(by_commands) >= 2 * HAS_COMMANDS
