@@ -227,16 +227,16 @@ def reason_of_conversion(frame: FrameType) -> str:
         return _INDEX
     if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
         return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
-    if code.co_code[frame.f_lasti] in _STORES:
-        return (
-            "it writes traced values into an array of numbers, b[i] = x: join the parts by np.stack or np.concatenate of "
-            f"autograd.numpy, or write np.where (without derivatives, b may begin as np.zeros_like(x)); {SUMS}"
-        )
     if _is_in_scipy(frame):
         return (
             "it passes traced values to a function of SciPy that only takes plain arrays: call the function of "
             "autograd.scipy, if it has a derivative there, write its formula with functions of autograd.numpy, or leave "
             "this part out of the jitted function"
+        )
+    if code.co_code[frame.f_lasti] in _STORES:
+        return (
+            "it writes traced values into an array of numbers, b[i] = x: join the parts by np.stack or np.concatenate of "
+            f"autograd.numpy, or write np.where (without derivatives, b may begin as np.zeros_like(x)); {SUMS}"
         )
     return ""
 
