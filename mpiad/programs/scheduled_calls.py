@@ -8,7 +8,7 @@ made once for a loop, and runs in each gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,8 @@ _UNINTERRUPTED = 1 << 18
 # The number of gradients before the commands are made, which takes as long as some gradients; and the number of schedules
 # whose commands are kept.
 _FIRST, _KEPT = 2, 4
+# A step, the values of all leaves, those of the forward run, and whether they are observed.
+Compared: TypeAlias = tuple[int, Sequence[Array], Sequence[Array], bool]
 
 
 class Pool:
@@ -49,15 +51,6 @@ class Programs(NamedTuple):
     reverse: RepeatedProgram | None
 
 
-class Difference(NamedTuple):
-    """Values of a repeated step that differ from those before: of the state, or of the observed values."""
-
-    step: int
-    is_observed: bool
-    values: Sequence[Array]  # all leaves
-    expected: Sequence[Array]
-
-
 class ScheduledCalls:
     """The calls of a loop of some steps, of which one gradient at a time makes use.
 
@@ -69,7 +62,7 @@ class ScheduledCalls:
         self._commands, self._counts, self._later_counts = Commands(), MessageCounts(), MessageCounts()
         self._replays: dict[tuple[int, int], FixedReplay] = {}  # by steps, and by place in a reversed block; -1: forward
         self._calls: dict[int, FixedReplay] = {}  # by command
-        self._compared: dict[int, Difference] = {}  # by command
+        self._compared: dict[int, Compared] = {}  # by command
         self._stored: dict[int, list[Array]] = {}
         self._free: list[list[Array]] = []  # memory for states
         self._middle = 0  # the first command of the reverse pass
@@ -200,7 +193,7 @@ class ScheduledCalls:
     def _compare(self, step: int, is_observed: bool, values: Sequence[Array], expected: Sequence[Array]) -> None:
         for x, y in zip(values, expected):
             if x.nbytes:
-                self._compared[len(self._commands)] = Difference(step, is_observed, values, expected)
+                self._compared[len(self._commands)] = step, values, expected, is_observed
                 self._commands.compare(x, y)
 
     def _append_adjoint(self, replay: FixedReplay, program: RepeatedProgram, start: int) -> None:
@@ -229,13 +222,13 @@ class ScheduledCalls:
         for k in self._program.layout.entries:
             self._entries[k] = x = np.require(leaves[k], None, ["C", "A"])
             self._commands.read_from(k, x)
-        self._run(0, self._middle, self._counts, lambda _: None)
+        self._run(0, self._middle, self._counts, lambda *_: None)
         return [x.copy()[()] for x in (*self._state, *self._observed)]
 
-    def backward(self, gs: Sequence[Array], differs: Callable[[Difference], object]) -> list[Array]:
+    def backward(self, gs: Sequence[Array], differs: Callable[..., object]) -> list[Array]:
         """Return the cotangents of the variables, the state first, given those of the results of `forward`.
 
-        ``differs(difference)`` is called if a repeated step has another result.
+        ``differs(step, values, expected, is_observed)`` is called if a repeated step has another result.
         """
         for x, g in zip((*self._seeds, *self._observed_seeds), gs):
             x[...] = g
@@ -245,7 +238,7 @@ class ScheduledCalls:
         self._entries.clear()
         return [x.copy()[()] for x in (*self._seeds, *self._sums)]
 
-    def _run(self, start: int, stop: int, counts: MessageCounts, differs: Callable[[Difference], object]) -> None:
+    def _run(self, start: int, stop: int, counts: MessageCounts, differs: Callable[..., object]) -> None:
         for replay in self._replays.values():
             replay.begin()
         note_channels(self.channels)
@@ -258,7 +251,7 @@ class ScheduledCalls:
             if at < end:
                 if at in self._calls:
                     self._calls[at].fail()
-                differs(self._compared[at])
+                differs(*self._compared[at])
                 start += 1
 
 

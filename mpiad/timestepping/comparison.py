@@ -31,7 +31,7 @@ class Comparison:
 
     def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
         """Compare the state after step `number`, or the values observed after it, with checksums."""
-        part = number if observed or number < self._last else None  # the last state is compared as a whole
+        part = self._part(number, observed)
         pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
         if all(same_bits(np.asarray(a) if arrays_of(a) is None else a, b) for a, b in pairs):
             return
@@ -41,6 +41,13 @@ class Comparison:
         with np.errstate(all="ignore"):
             for a, b in pairs:
                 self._sizes += np.max(np.abs(a - b)), np.max(np.abs(b))
+
+    def add_values(self, number: int, leaves: Sequence[Array], others: Sequence[Array], observed: bool) -> None:
+        """Compare the state after step `number`, or the values observed after it, with those of the forward run."""
+        self.add(number, leaves, [checksum(leaf, self._part(number, observed)) for leaf in others], observed)
+
+    def _part(self, number: int, observed: bool) -> int | None:
+        return number if observed or number < self._last else None  # the last state is compared as a whole
 
     def require_same(self) -> None:
         """Raise a RuntimeError if values differ by more than rounding."""

@@ -19,7 +19,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, conformed, spec_like, tangent_of
 from mpiad.pytrees import is_variable, named_leaves
@@ -240,7 +240,9 @@ class Loop:
         for part in spans(self.stepping, *span):
             given = args.at(part, state)
             if self._recorded and self.stepping.keeps_values:
-                state, columns = self._run_traced(part, given)
+                # The use of a value that a step keeps is an error.
+                values = self._traced(part, given, repeats=self.stepping.places[0]).values
+                state, columns = values[: len(state)], values[len(state) :]
             else:
                 state, columns = self.stepping.run(part, given)
             if any(map(isbox, [*state, *columns])):
@@ -253,13 +255,14 @@ class Loop:
                 self._store(columns, part, observed)
         return state
 
-    def _run_traced(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]]:
-        """Run some steps on plain arrays in a trace, so that the use of a value that they keep is an error."""
-        variables, line = Variables(args.all(), list(self._indices), list), self.stepping.places[0]
-        traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, repeats=line)
+    def _traced(self, span: Span, args: Arguments, passes: str = "several", repeats: str = "") -> Traced:
+        """Run some steps on plain arrays in a trace; `passes` and `repeats` as in `Tape`."""
+        variables = Variables(args.all(), list(self._indices), list)
+        outputs = lambda new: self._outputs(span, args.like(new))  # noqa: E731
+        traced = trace_backwards(outputs, variables, passes=passes, repeats=repeats)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
-        return traced.values[: len(args.state)], traced.values[len(args.state) :]
+        return traced
 
     def _store(self, columns: list[Array], span: Span, observed: list[Array]) -> None:
         """Store the values observed after some steps in the `observed` arrays, which the first step creates."""
@@ -294,11 +297,8 @@ class Loop:
         made = self.stepping.recorded(span, args, self._indices) if passes == "several" else None
         if made is not None:
             return made.values, lambda lanes: [made.pull(gs) for gs in lanes]
-        variables = Variables(args.all(), list(self._indices), list)
-        traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
-        if traced.problem is not None:
-            raise traced.problem.kind(traced.problem.text)
-        places, count = [(value, place) for value, place in zip(traced.values, traced.places)], len(variables.places)
+        traced = self._traced(span, args, passes)
+        places, count = [(value, place) for value, place in zip(traced.values, traced.places)], len(self._indices)
 
         def pull(lanes: list[list[Array]]) -> list[list[Array]]:
             seeds = [

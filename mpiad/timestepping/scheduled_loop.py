@@ -13,17 +13,8 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, actions, log_repeated_steps
 from mpiad.timestepping.comparison import Comparison
-from mpiad.timestepping.snapshots import checksum
 from mpiad.timestepping.stepping import Arguments, UserStepping
 from mpiad.transport.core.tracing import restoring_state, tracing
-
-
-class _Lease:
-    """Calls that a gradient makes use of, until nothing refers to this object."""
-
-    def __init__(self, calls: Any):
-        self.calls = calls
-        weakref.finalize(self, calls.pool.free.append, calls).atexit = False
 
 
 def run_by_commands(
@@ -47,25 +38,22 @@ def run_by_commands(
     calls = stepping.scheduled(
         (schedule.memory, schedule.recorded), plain, indices, lambda calls: _append_actions(calls, steps, schedule)
     )
-    if calls is None or not calls.admits(stepping.leaves(plain)):
+    if calls is None:
         return None
-    log_repeated_steps(steps, schedule)
-    lease = _Lease(calls)
-    with restoring_state():
-        values = calls.forward(stepping.leaves(plain))
 
     def pull(gs: Sequence[Array]) -> list[Array]:
         comparison = Comparison(schedule, stepping.places, steps)
-
-        def differs(found: Any) -> None:
-            part = None if found.is_observed or found.step == steps - 1 else found.step
-            expected = [checksum(leaf, found.step if found.is_observed else part) for leaf in found.expected]
-            comparison.add(found.step, found.values, expected, found.is_observed)
-
-        cotangents = dict(zip(indices, lease.calls.backward(gs, differs)))
+        cotangents = dict(zip(indices, calls.backward(gs, comparison.add_values)))
         comparison.require_same()
         return [conformed(cotangents[k], spec_like(getval(leaves[k]))) for k in active]
 
+    weakref.finalize(pull, calls.pool.free.append, calls).atexit = False  # no other gradient uses them until then
+    arguments = stepping.leaves(0, plain)
+    if not calls.admits(arguments):
+        return None
+    log_repeated_steps(steps, schedule)
+    with restoring_state():
+        values = calls.forward(arguments)
     places = [leaves[k]._node.index for k in active]
     made = tape.record_call(calls.channels, values, [True] * len(values), places, pull, calls.communicates)
     return made[:count], made[count:]

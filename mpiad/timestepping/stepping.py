@@ -250,7 +250,7 @@ class UserStepping:
         segment, given = self._program(length), args._replace(inputs=_with_steps(span, args))
         start = 1 + len(self._variables)
         variables = indices and [start + k for k in indices]
-        program = segment.repeated(self._layout(length, args), self._leaves(span.first, given), variables)
+        program = segment.repeated(self._layout(length, args), self.leaves(span.first, given), variables)
         if program is not None:
             if self._observe is not None and self.build_observed is None:
                 self._observed(program.entry.build(program.entry.inside)[1])
@@ -274,10 +274,6 @@ class UserStepping:
             programs[steps] = Programs(*found)
         return scheduled(programs, self._steps, (schedule, indices), append)
 
-    def leaves(self, args: Arguments) -> list[Any]:
-        """Return the arguments of a program."""
-        return self._leaves(0, args)
-
     @property
     def _python_observe(self) -> Function | None:
         """The observation, if it isn't compiled."""
@@ -291,7 +287,7 @@ class UserStepping:
         inputs = start + len(args.state)
         return Layout(length, range(start, inputs), range(inputs, inputs + len(args.inputs)))
 
-    def _leaves(self, first: int, args: Arguments) -> list[Any]:
+    def leaves(self, first: int, args: Arguments) -> list[Any]:
         """Return the arguments of a program."""
         return [first, *self._variables, *args.all()]
 
@@ -306,7 +302,7 @@ class UserStepping:
             if result is not None:
                 return result[0], joined([*blocks, result[1]])
             rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
-            state, observed = self._program(length)(*self._leaves(k, rest))
+            state, observed = self._program(length)(*self.leaves(k, rest))
             if by_python is not None:
                 params = self._build_params(args.params)
                 blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
@@ -325,7 +321,7 @@ class UserStepping:
         if self._python_observe is not None or steps % length:
             return None
         given, known = args._replace(inputs=_with_steps(span, args)), self._on_tape.setdefault(length, {})
-        program, layout, leaves = self._program(length), self._layout(length, given), self._leaves(span.first, given)
+        program, layout, leaves = self._program(length), self._layout(length, given), self.leaves(span.first, given)
         result = program.repeated_on_tape(layout, steps // length, leaves, known)
         return result and (result[0], self._observed(result[1]))
 
@@ -404,9 +400,6 @@ class TangentStepping(NamedTuple):
         self.plain.begin_pass()
 
     def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> None:
-        """See `UserStepping`."""
-
-    def scheduled(self, schedule: Hashable, args: Arguments, indices: tuple[int, ...], append: Callable) -> None:
         """See `UserStepping`."""
 
     @property
