@@ -18,7 +18,8 @@ from mpiad.differentiation.rules import VJP_RULES
 
 T = TypeVar("T")
 
-_SUMS = "In place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))."
+SUMS = "in place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))"
+_SUMS = f"{SUMS[0].upper()}{SUMS[1:]}."
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "

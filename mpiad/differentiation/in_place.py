@@ -295,8 +295,12 @@ def _checksum(x: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
 
 
-# Of the library's objects, segments refer to an array of the user's; others, such as ghosts and patterns, hold copies.
-_HOLDERS = tuple, list, dict, functools.partial, FunctionType, Segments
+_HOLDERS = tuple, list, dict, functools.partial, FunctionType
+
+
+def _refers_to_arrays(x: object) -> bool:
+    # Of the library's objects, segments refer to an array of the user's; others, such as ghosts and patterns, hold copies.
+    return isinstance(x, Segments) or type(x).__module__.startswith("scipy.sparse.")
 
 
 def _held(x: object, seen: set[int]) -> Iterator[Array]:
@@ -305,11 +309,11 @@ def _held(x: object, seen: set[int]) -> Iterator[Array]:
     if isinstance(x, np.ndarray):
         if x.dtype != object and not getattr(x, "is_working_memory", False):
             yield x
-    elif id(x) not in seen and (isinstance(x, _HOLDERS) or type(x).__module__.startswith("scipy.sparse.")):
+    elif id(x) not in seen and (isinstance(x, _HOLDERS) or _refers_to_arrays(x)):
         seen.add(id(x))
         if isinstance(x, functools.partial):
             parts: Any = (x.func, x.args, x.keywords)
-        elif not isinstance(x, _HOLDERS) or isinstance(x, Segments):  # an object with the user's arrays
+        elif not isinstance(x, _HOLDERS):
             parts = list(vars(x).values())
         elif isinstance(x, FunctionType):
             parts = [content_of(cell) for cell in x.__closure__ or ()]

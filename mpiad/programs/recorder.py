@@ -29,6 +29,7 @@ from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import computes_as_ndarray, is_writable, same_bits
+from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.primitives.request import Request
 from mpiad.programs.array_program import PRECISIONS
@@ -39,7 +40,6 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     PYTHON_NUMBERS,
-    SUMS,
     Abandoned,
     Constant,
     KnownInRun,

@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.closure import content_of
+from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import substitute
 from mpiad.transport import Spec
@@ -248,7 +249,6 @@ def _is_in_scipy(frame: FrameType | None) -> bool:
     return frame is not None and name.startswith("scipy.") and not name.startswith("scipy.sparse")
 
 
-SUMS = "in place of a[i] += x, np.add.at and np.bincount, write a + mpiad.segment_sum(x, i, len(a))"
 _INDEX = "it indexes an array of numbers by traced integers: pass this array as an argument"
 
 
