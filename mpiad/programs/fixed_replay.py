@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 import numpy as np
@@ -61,11 +60,12 @@ class FixedReplay:
         self._steps_of_numbers()
         self.arguments = dict(arguments)
         self._renewed: dict[Envelope, tuple[Array, int]] = {}  # see `MessageCounts.advance`
-        self._channels = replay.channels()
+        self._channels = list(replay.blocks.channels().values())
         self._comms = [call.comm for call in self._channels]
         buffers, names = replays.schedule.buffers, replay.names
         if replays.scratch.size:
             names["take"](scratch)
+        texts = [[replay.place_of(b) for b in part] for part in replays.schedule.outputs_of_parts()]
         self._places = places = {**names}
         for b in {root_of(buffers, b) for b in (*replays.uses, *replays.schedule.outputs)}:
             found = buffers[b]
@@ -76,11 +76,10 @@ class FixedReplay:
                 array = self.arguments.setdefault(found.data, array)
             if (array.shape, array.dtype) != (found.shape, found.dtype):
                 raise Unsuitable
-            replay.bind_to(b, address_of(array))
+            replay.blocks.bind(b, address_of(array))
             places[replay.name_of(b)] = array
-        texts = [[replay.place_of(b) for b in part] for part in replays.schedule.outputs_of_parts()]
         try:
-            self.results = [[eval(text, {**names, **places}) for text in part] for part in texts]
+            self.results = [[eval(text, places) for text in part] for part in texts]
         except NameError:  # the result of a call of Python
             raise Unsuitable from None
         if not all(type(x) is np.ndarray and x.flags.c_contiguous for part in self.results for x in part):
@@ -128,19 +127,19 @@ class FixedReplay:
         for word, envelope in replay.tagged.get(part, ()):
             (base, number), channel = self._renewed[envelope], envelope.channel
             offset = envelope.tag * channel.tag_stride + number
-            commands.number(replay.address_of_word(word), base, offset, channel.tag_limit)
-        for (channel, (name, key)), number in replay.unnumbered(part).items():
+            commands.number(replay.blocks.address_of(word), base, offset, channel.tag_limit)
+        for (channel, (name, key)), number in replay.blocks.counts(part).items():
             counts.advance(channel, name, key, number)
         for function, block in replay.heads.get(part, ()):
-            commands.call(function, block, replay.address_of_word(0))
+            commands.call(function, block, replay.blocks.address_of(0))
 
     def begin(self) -> None:
         """Store the handles of the communicators of channels that have been renewed."""
         comms = [call.comm for call in self._channels]
         if any(comm is not before for comm, before in zip(comms, self._comms)):
             self._comms = comms
-            self._replay.bind_communicators()
+            self._replay.blocks.bind_communicators()
 
     def fail(self) -> None:
         """Raise the error with which a call has ended."""
-        self._replay.fail(ctypes.c_int64.from_address(self._replay.address_of_word(0)).value)
+        self._replay.fail(self._replay.blocks.words[0])

@@ -128,8 +128,7 @@ class KernelBlocks:
     def _store(self, number: int) -> None:
         """Store the words of a call or an update, but not what follows it."""
         start, step, _ = self._steps[number]
-        first = ctypes.addressof(self.words)
-        words = step.words(first + _WORD * start, first, number + 1)
+        words = step.words(self.address_of(start), self.address_of(0), number + 1)
         self.words[start + 2 : start + len(words)] = words[2:]
 
     def _words_of_loop(
@@ -148,8 +147,7 @@ class KernelBlocks:
         return words
 
     def _link(self, before: int, start: int, kernel: Kernel) -> None:
-        address = ctypes.addressof(self.words) + _WORD * start
-        self.words[before : before + 2] = kernel.function.address, address  # type: ignore[attr-defined]
+        self.words[before : before + 2] = kernel.function.address, self.address_of(start)  # type: ignore[attr-defined]
 
     def set_operator(self, at: int, operator: LinkedRun) -> None:
         """Store the words of an operator, which works in another buffer now."""
@@ -173,7 +171,7 @@ class KernelBlocks:
 
     def counts(self, part: int) -> Counter[tuple[Channel, tuple[str, tuple[int, int]]]]:
         """Return how many messages of a part are counted in each count of a channel; see `LinkedCall.counted`."""
-        return Counter((call.channel, call.counted) for call in self.calls[part] if call.counted is not None)
+        return Counter((call.channel, call.counted) for call in self.calls.get(part, ()) if call.counted is not None)
 
     def tag_of(self, at: int, place: int) -> int:
         """Return the index of the word of a message's tag."""
@@ -192,11 +190,15 @@ class KernelBlocks:
     def head(self, k: int) -> tuple[int, Kernel]:
         """Return the address of the first block of an action, and its kernel."""
         start, kernel = self.chains[k][0]  # type: ignore[index]
-        return ctypes.addressof(self.words) + _WORD * start, kernel
+        return self.address_of(start), kernel
 
     def address(self, k: int, thread: int) -> int:
         """Return the address of the block of a loop for a thread."""
-        return ctypes.addressof(self.words) + _WORD * self._loops[k, thread]
+        return self.address_of(self._loops[k, thread])
+
+    def address_of(self, place: int) -> int:
+        """Return the address of a word; the first one contains the number of a failed call."""
+        return ctypes.addressof(self.words) + _WORD * place
 
     def bind(self, b: int, address: int) -> None:
         """Store the address of a buffer in the blocks."""

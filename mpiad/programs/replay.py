@@ -7,9 +7,7 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -37,9 +35,9 @@ from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport import Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import Channel, is_watched
+from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.linked_calls import LinkedCall, LinkedRun
+from mpiad.transport.core.linked_calls import LinkedRun
 
 # Bytes of each array up to which a prepared operator saves time even if its arguments must be copied to fixed places.
 _PREPARED = 1 << 16
@@ -198,12 +196,12 @@ class Replay:
         self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._operators = self._linked_operators() if prepared else {}
         loops = CompiledLoops(replays.texts, replays.kernels, replays.allocations)
-        self._blocks = KernelBlocks(self.schedule, loops, self._actions, self._messages, self._operators)
+        self.blocks = KernelBlocks(self.schedule, loops, self._actions, self._messages, self._operators)
         self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
         self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": address_of}
-        self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self._blocks.words}
+        self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self.blocks.words}
         self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
         self.names |= {"lease": lambda: self.lease(), "take_known": self.numbers.take_known}
         self.names |= {"log": self.log, "logged": logged}
@@ -213,8 +211,8 @@ class Replay:
         buffers = self.schedule.buffers
         self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
-        self.names |= {"bind": self.bind_communicators, "fail": self.fail}
-        self.bind_communicators()
+        self.names |= {"bind": self._bind_communicators, "fail": self.fail}
+        self._bind_communicators()
         self._renumbers, self.is_numbered = bool(numbered - self._messages.keys()), bool(numbered)
         # For `fixed_replay`, of each part: the addresses of the first linked kernels and their blocks, the envelopes that
         # it renews, and those of its messages with the places of their tags. And the lines of other steps.
@@ -225,40 +223,19 @@ class Replay:
         self.tagged: dict[int, list[tuple[int, Envelope]]] = {}
         self.first, *self.later = self._functions()
 
-    def bind_communicators(self) -> None:
-        """Store the handles of the communicators, which change when channels are renewed."""
-        self._blocks.bind_communicators()
-        for k, call in enumerate(self._blocks.channels().values()):
+    def _bind_communicators(self) -> None:
+        self.blocks.bind_communicators()
+        for k, call in enumerate(self.blocks.channels().values()):
             self.names |= {f"C{k}": call.channel, f"D{k}": call.comm}
-
-    def channels(self) -> list[LinkedCall]:
-        """Return a call for each communicator."""
-        return list(self._blocks.channels().values())
-
-    def bind_to(self, b: int, address: int) -> None:
-        """Let kernels read or write a buffer at another address; the functions of the replay can't be called any more."""
-        self._blocks.bind(b, address)
 
     def name_of(self, b: int) -> str:
         """Return the name of a buffer in `place_of`."""
         return self._arrays[b]
 
-    def place_of(self, b: int) -> str:
-        """Return an expression of names that are buffers or among `names`: the array of a buffer."""
-        return self._array(b)
-
-    def address_of_word(self, place: int) -> int:
-        """Return the address of a word of the kernels' blocks; the first one contains the number of a failed call."""
-        return ctypes.addressof(self._blocks.words) + 8 * place
-
-    def unnumbered(self, part: int) -> Counter[tuple[Channel, tuple[str, tuple[int, int]]]]:
-        """Return how many messages without numbers a part counts; see `KernelBlocks.counts`."""
-        return self._blocks.counts(part) if part in self._blocks.calls else Counter()
-
     def fail(self, number: int) -> None:
         """Raise the error of a call of MPI at the user's line."""
-        step = self.schedule.steps[self._blocks.step_of(number)]
-        _call_at(self.nodes[step.node].site, "prepared")(lambda: self._blocks.raise_error(number))
+        step = self.schedule.steps[self.blocks.step_of(number)]
+        _call_at(self.nodes[step.node].site, "prepared")(lambda: self.blocks.raise_error(number))
 
     def _linked_operators(self) -> Operators:
         """Return the operators that linked kernels run in their buffers."""
@@ -376,11 +353,11 @@ class Replay:
             if self.replays.last_check >= 0 and not part:
                 self._lines.append("log.clear()")
             outputs = returned[start:end]
-            if part in self._blocks.calls:
-                channels = enumerate(self._blocks.channels())
+            if part in self.blocks.calls:
+                channels = enumerate(self.blocks.channels())
                 changed = [f"C{k}.{'reverse' if reverse else 'data'} is not D{k}" for k, (_, reverse) in channels]
                 self._lines.append(f"if {' or '.join(changed)}: bind()")
-                for (channel, (name, key)), n in self._blocks.counts(part).items():
+                for (channel, (name, key)), n in self.blocks.counts(part).items():
                     self._lines.append(f"d = {self._bound(channel)}.{name}; d[{key}] = d.get({key}, 0) + {n}")
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
@@ -427,7 +404,7 @@ class Replay:
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
-        self._blocks.bind(b, address_of(array))
+        self.blocks.bind(b, address_of(array))
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
@@ -447,7 +424,7 @@ class Replay:
             if memory is not bound["memory"]:
                 for b in buffers:
                     self.names[f"b{b}"] = array = self._in_memory(b, memory)
-                    self._blocks.bind(b, address_of(array))
+                    self.blocks.bind(b, address_of(array))
                 for at in exchanged:
                     self._prepare(at)
                 bound["memory"] = memory
@@ -466,16 +443,17 @@ class Replay:
     def _assign(self, b: int, name: str, text: str) -> None:
         """Append lines that assign a large array to a name, and store its address in the kernels' arguments."""
         self._arrays[b], self.names[f"d{b}"] = name, self.schedule.buffers[b].dtype
-        self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
+        self._lines += [f"{name} = {text}", self.blocks.assignment(b, f"address({name})")]
 
-    def _array(self, b: int) -> str:
+    def place_of(self, b: int) -> str:
+        """Return an expression of names of buffers (`name_of`) and of `names`: the array of a buffer."""
         buffers, root = self.schedule.buffers, root_of(self.schedule.buffers, b)
         found = buffers[b]
         if found.map is not None:
             strides, start = strides_of(found.map, buffers[found.data].shape, found.shape)  # type: ignore[misc]
             size, dtype = found.dtype.itemsize, self._bound(found.dtype)
             offset, steps = start * size, [n * size for n in strides]
-            return f"ndarray({found.shape}, {dtype}, {self._array(found.data)}, {offset}, {steps})"
+            return f"ndarray({found.shape}, {dtype}, {self.place_of(found.data)}, {offset}, {steps})"
         return self._arrays[root] + ("" if found.shape == buffers[root].shape else f".reshape({found.shape})")
 
     def _result(self, b: int) -> str:
@@ -500,15 +478,15 @@ class Replay:
             start = self.replays.allocations[root].start
             return f"ndarray({found.shape}, {self._bound(found.dtype)}, memory, {start})"
         is_own = self._arrays[root] == f"b{root}" and self.schedule.buffers[root].kind != "constant"
-        return self._array(b) + ("[()]" if not found.shape else ".copy()" if is_own else "")
+        return self.place_of(b) + ("[()]" if not found.shape else ".copy()" if is_own else "")
 
     def _append_action(self, k: int, action: Action) -> None:
         at, step, before = action.at, self.schedule.steps[action.at], len(self._lines)
-        if self._blocks.chains[k] is not None:
+        if self.blocks.chains[k] is not None:
             self._append_linked(k, action)
         elif action.kind == "loop":
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
-            self._lines.append(f"together(k{at}, {[self._blocks.address(k, n) for n in range(len(action.shares))]})")
+            self._lines.append(f"together(k{at}, {[self.blocks.address(k, n) for n in range(len(action.shares))]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
@@ -522,15 +500,15 @@ class Replay:
             call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
             starts = call.fun.in_place.result(*call.args[1:])
             cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
-            made = f"{self._array(step.inputs[0])}[..., {cut}]"
+            made = f"{self.place_of(step.inputs[0])}[..., {cut}]"
             # A prepared operator takes no message numbers.
             self._lines.append(f"log.append({f'{made}.copy()' if self.prepared else f'logged({made})'})")
-        if self._blocks.chains[k] is None:
+        if self.blocks.chains[k] is None:
             self.by_python.append((at, self._lines[before:]))
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
-        node, buffer = self.nodes[step.node], self._array(step.inputs[0])
+        node, buffer = self.nodes[step.node], self.place_of(step.inputs[0])
         call: Step = node.data
         if self.prepared:
             self._prepare_in_place(at)
@@ -542,7 +520,7 @@ class Replay:
 
     def _prepare_in_place(self, at: int) -> None:
         """Prepare an operator, unless `_scratch` does it because its buffer is in scratch memory."""
-        if self._array(self.schedule.steps[at].inputs[0]) in self.names:
+        if self.place_of(self.schedule.steps[at].inputs[0]) in self.names:
             self._prepare(at)
 
     def _is_logged(self, at: int) -> bool:
@@ -551,10 +529,10 @@ class Replay:
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
         call: Step = self.nodes[step.node].data
-        operator = call.fun.in_place.prepared(self.names[self._array(step.inputs[0])], *call.args[1:])
+        operator = call.fun.in_place.prepared(self.names[self.place_of(step.inputs[0])], *call.args[1:])
         self.names[f"q{at}"] = operator
         if at in self._operators:
-            self._blocks.set_operator(at, operator)
+            self.blocks.set_operator(at, operator)
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
@@ -616,10 +594,10 @@ class Replay:
             self._prepare_in_place(at)
         if message is not None and message.out is not None:
             self._bind(message.out)
-        if not self._blocks.chains[k]:
+        if not self.blocks.chains[k]:
             return
-        if k not in self._blocks.linked:
-            address, kernel = self._blocks.head(k)
+        if k not in self.blocks.linked:
+            address, kernel = self.blocks.head(k)
             self.names[f"k{k}"], self._head = kernel.function, len(self._lines)
             self.heads.setdefault(part, []).append((kernel.function.address, address))  # type: ignore[attr-defined]
             self._lines.append(f"k{k}({address})")
@@ -628,7 +606,7 @@ class Replay:
             self.renewed.setdefault(part, []).extend(message.renewed)
             for place, envelope in message.linked.tags():  # type: ignore[union-attr]
                 if envelope.reverse:
-                    tag = self._blocks.tag_of(at, place)
+                    tag = self.blocks.tag_of(at, place)
                     renewals.append(f"t[{tag}] = {tag_text(envelope, self._bound)}")
                     self.tagged.setdefault(part, []).append((tag, envelope))
             self._lines[self._head : self._head] = renewals
@@ -672,7 +650,7 @@ class Replay:
 
     def _at_fixed_place(self, b: int | None) -> Array | None:
         """Return the array of a buffer; if its place varies, append a line that copies it into the returned one."""
-        if b is None or (name := self._array(b)) in self.names:
+        if b is None or (name := self.place_of(b)) in self.names:
             return None if b is None else self.names[name]
         array = np.empty(self.schedule.buffers[b].shape, self.schedule.buffers[b].dtype)
         self._lines.append(f"{self._bound(array)}[...] = {name}")
@@ -700,7 +678,7 @@ class Replay:
         def leaf(x: Any) -> _Text:
             if not isinstance(x, Slot):
                 return _Text(self._bound(x))
-            n, text = self.nodes[step.node].inputs[x.place], self._array(step.inputs[x.place])
+            n, text = self.nodes[step.node].inputs[x.place], self.place_of(step.inputs[x.place])
             if n in self.schedule.program.weak:
                 return _Text(f"{text}.item()")
             is_array = self.nodes[n].shape or self.nodes[n].dtype == object
