@@ -53,13 +53,13 @@ class Exchange(NamedTuple):
         return _FIRST_TAG + self.number % _TAGS
 
     @property
-    def numbered(self) -> tuple[Halo, int]:
-        """Identifier of the exchange in a compiled program."""
-        return self.halo, self.number
+    def numbered(self) -> tuple[Channel, int]:
+        """Identifier of the exchange in a compiled program: the channel that numbers it, and the number."""
+        return point_to_point(self.halo.comm, _BEGIN), self.number
 
     def renumbered(self) -> int:
         """Return a new number, for another execution of the exchange in a compiled program."""
-        return _next_number(point_to_point(self.halo.comm, _BEGIN))
+        return _next_number(self.numbered[0])
 
     def transposed(self) -> Exchange:
         """Return the exchange of the cotangents."""

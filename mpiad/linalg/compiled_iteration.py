@@ -8,7 +8,7 @@ of its params.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from types import FunctionType
@@ -20,12 +20,15 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
+from mpiad.programs.interpretation import message_counts
+from mpiad.programs.message_numbers import envelopes_of, numbers_of
 from mpiad.programs.program_cache import Entry, optional_program
 from mpiad.programs.program_cache import count as count_communications
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments, arguments_of
+from mpiad.transport import Channel
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import is_watched
+from mpiad.transport.core.channels import Counts, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -36,11 +39,13 @@ class TracedSystem:
     """The system in a trace of an iteration."""
 
     def __init__(self, operator: Operator, params: tuple):
+        self.counts = dict(message_counts())
         self._apply, self._precondition = operator.bound(params)
         # A transposed operator is derived from a trace of the operator, which communicates. This has taken place when the
         # system was set up, and isn't repeated in each iteration.
-        if isinstance(tracing.recorder, Recorder):
-            tracing.recorder.drop_communications()
+        self.messages = tracing.recorder.drop_communications() if isinstance(tracing.recorder, Recorder) else []
+        if any(min(envelope.asked) < 0 for envelope in envelopes_of(self.messages)):
+            raise TypeError  # only the message itself tells from which rank it is
         self._shape, self._comm, self.side = operator.shape, operator.comm, operator.side
 
     def apply(self, u: LocalArray) -> LocalArray:
@@ -67,15 +72,22 @@ class TracedSystem:
         return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])
 
 
+class _Program(NamedTuple):
+    entry: Entry
+    # The messages of the operator that aren't repeated, and the message counts before them in the trace.
+    messages: list[Any]
+    counts: Mapping[Channel, Counts]
+
+
 class _Known(NamedTuple):
     key: tuple
     read: tuple
-    entries: dict[tuple, Entry | None]  # by iteration, shape and dtype; None if the iteration can't be compiled
+    programs: dict[tuple, _Program | None]  # by iteration, shape and dtype; None if the iteration can't be compiled
     runs: count[int]  # counts the interpreted iterations
     is_compiled: bool
 
     def is_current(self) -> bool:
-        compiled = [entry for entry in self.entries.values() if entry is not None]
+        compiled = [program.entry for program in self.programs.values() if program is not None]
         return not compiled or compiled[0].is_current()  # all of them read the same objects
 
 
@@ -87,13 +99,17 @@ _NO_PARAMS = arguments_of((), {})
 
 
 class Operator:
-    """The functions of one solve, `bound` to params, determined by the objects `read`; with their compiled iterations."""
+    """The functions of one solve, `bound` to params, determined by the objects `read`; with their compiled iterations.
+
+    `counts`: the message counts before the functions of this solve were made.
+    """
 
     def __init__(
         self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],
-        shape: tuple[int, ...], comm: Comm, side: str | None,
+        shape: tuple[int, ...], comm: Comm, side: str | None, counts: Sequence[tuple[Channel, Counts]],
     ):  # fmt: skip
         self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
+        self._counts = dict(counts)
 
     def program(self, iteration: Iteration, state: tuple) -> Function | None:
         """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""
@@ -101,17 +117,21 @@ class Operator:
         if known is None or not known.is_compiled:
             return None
         key = iteration, state[0].shape, state[0].dtype
-        if key not in known.entries:
+        if key not in known.programs:
             if next(known.runs) < _FIRST_RUNS:
                 return None
+            systems: list[TracedSystem] = []
 
             def traced(params: Tree, *state: LocalArray) -> tuple:
-                return iteration(TracedSystem(self, params), *state)
+                systems.append(TracedSystem(self, params))
+                return iteration(systems[-1], *state)
 
-            known.entries[key] = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
-        entry = known.entries[key]
-        if entry is None:
+            entry = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
+            known.programs[key] = None if entry is None else _Program(entry, systems[-1].messages, systems[-1].counts)
+        program = known.programs[key]
+        if program is None:
             return None
+        entry, numbers = program.entry, numbers_of(program.messages, program.counts, self._counts)
         note_channels(entry.channels)
         params = [self._arguments.leaves[k] for k in self._arguments.traced]
         replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
@@ -119,6 +139,7 @@ class Operator:
         def run(*state: LocalArray) -> list[Array]:
             replay = free.pop() if free else replays.take()
             count_communications(entry.communications)
+            replay.numbers.known = numbers
             made = replay.first(*params, *state)
             replays.give_back(replay)
             return made

@@ -23,6 +23,7 @@ from mpiad.linalg.vectors import column, inner, require_block
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
+from mpiad.programs.interpretation import message_counts
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed
@@ -87,11 +88,12 @@ class Problem(NamedTuple):
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.with_failures().failures
+        counts = message_counts() if self.transposed else []
         apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side
         called = lambda name, fun, *args, again=None: fun(*args)  # noqa: E731 (`attempt` in a trace)
-        operator = Operator(read, params, lambda params: self._functions(params, b, called), b.shape, comm, side)
+        operator = Operator(read, params, lambda params: self._functions(params, b, called), b.shape, comm, side, counts)
         is_updated = getattr(self.preconditioner, "is_updated", False)  # iterations with it aren't compiled
         return System(apply, precondition, b, self.settings, failures=failures, operator=None if is_updated else operator)
 

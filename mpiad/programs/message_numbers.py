@@ -8,12 +8,12 @@ gives new numbers to the copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from mpiad.programs.traced_array import replaced
 from mpiad.transport import Channel, Envelope, Spec
-from mpiad.transport.core.channels import Used
+from mpiad.transport.core.channels import Counts, Used
 
 
 class _Replacement(Envelope):
@@ -22,7 +22,7 @@ class _Replacement(Envelope):
     __slots__ = ("origin",)
 
 
-# The envelopes of a call, by origin, and its numbers of halo exchanges, by id of the halo and number in the first trace.
+# The envelopes of a call, by origin, and its numbers of halo exchanges, by channel and number in the first trace.
 Numbers: TypeAlias = dict[Any, Any]
 
 
@@ -64,10 +64,9 @@ class MessageNumbers:
         `is_traced`: whether the parameters are those of a derived trace, in which halo exchanges keep their numbers.
         """
         if hasattr(params, "numbered"):
-            owner, number = params.numbered
             if is_traced:
                 return params
-            key = id(owner), number
+            key = params.numbered
             if key not in self.current:
                 self.current[key] = params.renumbered()
             return params._replace(number=self.current[key])
@@ -97,6 +96,26 @@ class MessageNumbers:
         for envelope in renewed:
             envelope.give_back()  # its message is counted when a run renews it
         return params, renewed
+
+
+def numbers_of(messages: Sequence[Any], traced: Mapping[Channel, Counts], counted: Mapping[Channel, Counts]) -> Numbers:
+    """Return the numbers of messages that took place before a program, in which their adjoints are.
+
+    `messages`: their parameters in a trace; `traced` and `counted`: the message counts before them, in the trace and when
+    they took place.
+    """
+    numbers: Numbers = {}
+    counts = lambda channel: [x.get(channel, Counts({}, {}, 0)) for x in (traced, counted)]  # noqa: E731
+    for params in messages:
+        if hasattr(params, "numbered"):
+            channel, number = params.numbered
+            before, after = counts(channel)
+            numbers[channel, number] = number + after.exchanges - before.exchanges
+        for envelope in envelopes_of(params):
+            before, after = (x.sent if envelope.outgoing else x.received for x in counts(envelope.channel))
+            numbers[envelope] = made = _copied(envelope, envelope)
+            made.number = (envelope.number or 0) + after.get(envelope.asked, 0) - before.get(envelope.asked, 0)
+    return numbers
 
 
 def _origin(envelope: Envelope) -> Envelope:

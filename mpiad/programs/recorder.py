@@ -435,9 +435,12 @@ class Recorder:
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, in which ranks exchange shapes or settings first, and which isn't compiled yet")
 
-    def drop_communications(self) -> None:
-        """Drop all communications so far, and the steps that use their results; later steps mustn't use them."""
-        steps, dropped = self.steps, set[int]()
+    def drop_communications(self) -> list[Any]:
+        """Drop all communications so far, and the steps that use their results; return the parameters of messages.
+
+        Later steps mustn't use the results.
+        """
+        steps, dropped, messages = self.steps, set[int](), []
         self.steps = []
         for step in steps:
             used: list[Any] = []
@@ -446,6 +449,8 @@ class Recorder:
                 self.steps.append(step)
             else:
                 dropped.update(step.outs)
+                messages += step.args[1:] if step.kind == "communicate" else ()
+        return messages
 
     @property
     def communications(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 import mpiad
+from mpiad.domain import Domain
 from mpiad.linalg import DistributedMatrix, compiled_iteration, factorized, solve
 
 SETTINGS = {"method": "cg", "rtol": 1e-12}
@@ -154,6 +155,61 @@ def test_derivatives(right_sides, programs, rank, size, method, interprets):
     # The adjoint solve has a program of the iteration, unless the operator is symmetric, and one of a shorter check.
     assert len(programs) == {"cg": 3, "gmres": 4, "bicgstab": 6}[method]
     assert [program is None for program in programs] == len(programs) * [read != ()]
+
+
+def _padded_by(kind, u, rank, size, domain):
+    """Return this rank's block with the entries beside it, zeros at the ends, by one kind of messages."""
+    left, right = rank - 1 if rank else None, rank + 1 if rank < size - 1 else None
+    zero = np.zeros(1)
+    if kind == "exchange":
+        before = mpiad.mpi_exchange(u[-1:], right, left, like=zero)
+        after = mpiad.mpi_exchange(u[:1], left, right, like=zero)
+    elif kind == "send":
+        if right is not None:
+            mpiad.mpi_send(u[-1:], right)
+        before = zero if left is None else mpiad.mpi_recv(zero, left)
+        if left is not None:
+            mpiad.mpi_send(u[:1], left)
+        after = zero if right is None else mpiad.mpi_recv(zero, right)
+    elif kind == "isend":
+        requests = [mpiad.mpi_irecv(zero, peer) for peer in (left, right) if peer is not None]
+        sent = [mpiad.mpi_isend(x, peer) for x, peer in ((u[:1], left), (u[-1:], right)) if peer is not None]
+        received = iter(mpiad.mpi_waitall([*requests, *sent]))
+        before, after = (zero if peer is None else next(received) for peer in (left, right))
+    else:
+        return domain.end_exchange(domain.begin_exchange(u))
+    return anp.concatenate([before, u, after])
+
+
+@pytest.mark.parametrize("interprets", [False, True])
+@pytest.mark.parametrize("kind", ["exchange", "send", "isend", "begin_exchange"])
+@pytest.mark.parametrize("method", ["gmres", "bicgstab"])
+@pytest.mark.unguarded
+def test_adjoint_solves_with_messages(programs, rank, size, method, kind, interprets):
+    """Transport along a line, beside complex steps of the dense solve; the last rank may interpret its function."""
+    read = iter(()) if interprets and rank == size - 1 else ()
+    n, at, domain = 6, np.arange(size * 6), Domain(size * 6)
+    own = slice(6 * rank, 6 * rank + 6)
+
+    def matvec(u, wind):
+        v = _padded_by(kind, u, rank, size, domain)
+        return (3.0 + 0.1 * at[own] * wind) * u - v[:-2] - v[2:] + wind * (v[2:] - v[:-2]) + len([*read])
+
+    def loss(wind):
+        u = solve(matvec, 1.0 + 0.1 * at[own], wind, method=method, rtol=1e-12)
+        return mpiad.mpi_allreduce(anp.sum((1 + rank) * u**2))
+
+    def by_hand(wind):
+        a = np.diag(3.0 + 0.1 * at * wind) + np.diag((wind - 1.0) * np.ones(len(at) - 1), 1)
+        a = a - np.diag((wind + 1.0) * np.ones(len(at) - 1), -1)
+        return np.sum((1 + at // n) * np.linalg.solve(a, 1.0 + 0.1 * at) ** 2)
+
+    for wind in (0.2, 0.3, 0.25):  # a second solve has other messages before it
+        value, gradient = mpiad.value_and_grad(loss, shared=True)(wind)
+        np.testing.assert_allclose(value, by_hand(wind), rtol=1e-10)
+        np.testing.assert_allclose(gradient, by_hand(wind + 1e-20j).imag / 1e-20, rtol=1e-9)
+        mpiad.mpi_exchange(np.ones(1), (rank + 1) % size, (rank - 1) % size)  # another message between the same ranks
+    assert [program is None for program in programs] == len(programs) * [read != ()] and programs
 
 
 def changes(rank):
