@@ -13,7 +13,8 @@
 #   INTERRUPTS    how many interrupts `make interrupts` makes
 #   SEED          what both are drawn from; another one at each run by default
 #   MUTANTS       how many mutants of the library `make test-all` runs the tests on; none by default
-#   THOROUGH      1: every test on every number of ranks; else each on one, and on others only if it differs there
+#   THOROUGH      1: every test on every number of ranks; else each on one, and on others only if it differs there, without
+#                 further cases that take long
 #   DEMO          arguments of `make demo`, for example DEMO="--coarsen 3"
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
@@ -129,7 +130,7 @@ bench-peers: ## install the libraries that are measured beside mpiad, into .venv
 
 # ---- checks
 
-test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3; THOROUGH=1: all of them on each)
+test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks, without further cases that take long (test-3: on 3; THOROUGH=1: all of them on each)
 	@$(LAUNCH) --ranks $(RANKS) --limit $(LIMIT) -- $(PYTEST) $(T)
 
 $(ALL_RANKS:%=test-%): test-%:
@@ -191,8 +192,9 @@ sbom: ## write the bill of materials of the lock file, in CycloneDX's JSON, to D
 
 # An incremental build forgets the index entries of unchanged pages, which searches need.
 test-docs: SPHINX_FLAGS = -E
-test-docs: docs ## check the links between the pages, and that a search finds the right one first
+test-docs: docs $(VENV)/.ready-test ## check the links between the pages, that a search finds the right one first, and that all programs do what their pages say
 	@$(BIN)/python tests/docs/built_pages.py docs/_build/html
+	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) --thorough tests/docs/test_programs.py
 
 lint: $(VENV)/.ready-dev ## check the style and the format (ruff), who imports whom (import-linter) and the types
 	@$(TYPES) & types=$$!; status=0; \

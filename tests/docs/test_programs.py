@@ -1,4 +1,7 @@
-"""Every program in README and docs is run whole, under its ranks, and does what the page says."""
+"""Every program in README and docs is run whole, under its ranks, and does what the page says.
+
+Those of `FIRST` run in `make test`; the others with `--thorough`, in `make test-docs` and in `make examples`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 import shown_programs
+from _pytest.mark import ParameterSet
 from machine_load import slowdown
 from shown_programs import PageError, pictures_of, programs_of
 
@@ -30,6 +33,8 @@ DRAWING = {
 NOTEBOOKS = [name for name in NAMES if "```{notebook}" in (ROOT / name).read_text()]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
+# Pages whose programs each run of the tests runs.
+FIRST = ("README.md", "docs/start/first_gradient.md", "docs/start/tutorial.md")
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
 # These take more than half a second. They run with `--thorough`, and with `make examples`: alone, like all others.
 SLOW = (
@@ -116,13 +121,17 @@ def is_alone(program: shown_programs.Program) -> bool:
     return program.name in ALONE or not program.ends or program.page in RECIPES
 
 
-def in_turn() -> list[list[shown_programs.Program]]:
-    """Return the programs that end, at most `TOGETHER` to a job: those on as many ranks, and with errors or without."""
+def in_turn() -> Iterator[ParameterSet]:
+    """Yield the programs that end, at most `TOGETHER` to a job: those on as many ranks, and with errors or without."""
     alike: dict[tuple, list[shown_programs.Program]] = {}
     for program in PROGRAMS:
         if not is_alone(program) and program.name not in SLOW and program.page != TUTORIAL:
-            alike.setdefault((program.ranks, bool(program.error)), []).append(program)
-    return [group[i : i + TOGETHER] for _, group in sorted(alike.items()) for i in range(0, len(group), TOGETHER)]
+            alike.setdefault((program.page not in FIRST, program.ranks, bool(program.error)), []).append(program)
+    for (later, ranks, _), group in sorted(alike.items()):
+        for job in (group[i : i + TOGETHER] for i in range(0, len(group), TOGETHER)):
+            yield pytest.param(
+                job, marks=[pytest.mark.thorough] if later else [], id=f"{ranks} ranks, from {job[0].name} on"
+            )
 
 
 def run_in_turn(ranks: int, programs: list[shown_programs.Program], mpirun, folder: Path) -> None:
@@ -150,29 +159,31 @@ def check_picture(program: shown_programs.Program, folder: Path) -> None:
 
 @pytest.mark.launches
 @pytest.mark.limit(240)
-@pytest.mark.parametrize("programs", in_turn(), ids=lambda job: f"{job[0].ranks} ranks, from {job[0].name} on")
+@pytest.mark.parametrize("programs", list(in_turn()))
 def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path):
     run_in_turn(programs[0].ranks, programs, mpirun, tmp_path)
 
 
-def alone() -> Iterator[Any]:
+def alone() -> Iterator[ParameterSet]:
     """Yield all programs; most are run in turn with others, and by themselves once more."""
     for program in PROGRAMS:
-        marks = [] if is_alone(program) else [pytest.mark.thorough]
+        marks = []
         if program.page in RECIPES:
             marks = [pytest.mark.limit(240), pytest.mark.skipif(not find_spec("umbridge"), reason="run by make recipes")]
         yield pytest.param(program, marks=marks, id=f"{program.page}:{program.name}")
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", list(alone()))
 def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
     run(program, mpirun, tmp_path)
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 3, 4))])
+@pytest.mark.parametrize("ranks", [2, 1, 3, 4])
 def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
     run_in_turn(ranks, SHOWN[TUTORIAL][0], mpirun, tmp_path)
 

@@ -115,6 +115,7 @@ def test_gradient_of_two_coupled_solvers(heat: LibraryFunction, rank: int, size:
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "program, lines",
     [

@@ -111,6 +111,7 @@ def terms(xp, rank, h, u, v):
     return (1 + rank) * (xp.sin(h + rank) * u + xp.exp(v) * (h - 5) ** 2 + u * v)
 
 
+@pytest.mark.thorough
 def test_gradient_of_the_solver(water: SimpleNamespace, rank: int) -> None:
     arguments = dict(zip(("b", "r", "h", "u", "v"), FIELDS.values()))
     for domain in domains():

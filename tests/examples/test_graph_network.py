@@ -52,6 +52,8 @@ def by_loops(params: dict, graph, fields: np.ndarray) -> np.ndarray:
     return fields + np.array([u @ params["decoder"] for u in features])
 
 
+@pytest.mark.thorough
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_divisions_have_one_answer(example: ModuleType, rank: int, size: int, seed: int) -> None:
     graph, params = example.Graph(40, 6), example.initial(4)

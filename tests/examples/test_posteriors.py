@@ -57,6 +57,7 @@ def test_conduction_with_given_values(monkeypatch: pytest.MonkeyPatch) -> None:
         layers.solution(-kappa)
 
 
+@pytest.mark.thorough
 def test_prior_of_the_tutorial(monkeypatch: pytest.MonkeyPatch) -> None:
     prior = example(monkeypatch, "poisson_posterior").RotatedBilaplacian(mpiad.Domain((33, 33)))
     random = np.random.default_rng(1)

@@ -125,12 +125,14 @@ def test_by_itself(mpirun: Run, name: str, ranks: int) -> None:
     CHECKS[name](ranks, lines_of(mpirun(ranks, name)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_coupled_solvers(mpirun: Run, ranks: int) -> None:
     (line,) = lines_of(mpirun(ranks, "examples/coupled_solvers.py", env={"OMP_NUM_THREADS": "1"}))
     assert numbers_after("the model's ", line) == pytest.approx([0.35], abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ranks, mebibytes",
     [pytest.param(1, 1, marks=pytest.mark.thorough), (2, 8), pytest.param(4, 4, marks=pytest.mark.thorough)],

@@ -24,7 +24,7 @@ TOGETHER = 20  # examples of one job: two ranks take a second to import what the
 class Small(NamedTuple):
     """A small run: its command, where its numbers stand in what it prints, and what they must be.
 
-    `thorough`: another example does the same with the same parts, in less time.
+    `thorough`: another example does the same with the same parts, in less time, or both take long.
     """
 
     ranks: int
@@ -43,6 +43,7 @@ RUNS = [
     Small(
         1, "examples/advection_diffusion.py", "--cells 12 --sensors 4 --pairs 30 --draws 9 --least 0 --picture picture.png",
         r"relative error of m (\S+)\n.*\n.*true (\S+)", lambda error, truth: error < 0.6 and truth > 0,
+        thorough=True,
     ),
     Small(
         2, "examples/attention_digits.py", "--epochs 7 --picture picture.png",
@@ -108,6 +109,7 @@ RUNS = [
     Small(
         2, "examples/personal_heads.py", "--epochs 5",
         r"own heads: (\S+)\nalone: (\S+)\none head: (\S+)", lambda own, alone, one: min(own, alone) > 0.5 > 2 * one,
+        thorough=True,
     ),
     Small(
         2, "examples/pharmacokinetics.py", "--patients 8 --draws 2 --picture picture.png",
@@ -164,6 +166,7 @@ RUNS = [
     Small(
         2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
+        thorough=True,
     ),
     Small(
         2, "examples/triangular_shallow_water.py", "--seconds 20 --iterations 1 --most 9 --picture picture.png",
@@ -172,6 +175,7 @@ RUNS = [
     Small(
         2, "examples/topology_3d.py", "--elements 12 6 6 --iterations 5 --most 1 --picture picture.png",
         r"compliance (\S+) -> (\S+) in 5 iterations", lambda first, last: last < first / 2,
+        thorough=True,
     ),
 ]  # fmt: skip
 

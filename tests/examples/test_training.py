@@ -39,6 +39,7 @@ def test_own_heads_do_not_depend_on_the_ranks(mpirun: Run, tmp_path: Path, rank_
         np.testing.assert_allclose(other, one, rtol=1e-13)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(4, marks=pytest.mark.thorough)]
 )

@@ -63,6 +63,7 @@ def at_rest(depth: np.ndarray) -> np.ndarray:
     return np.stack([depth, 0 * depth, 0 * depth], axis=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_partitions_have_one_answer(example: ModuleType, rank: int, size: int, seed: int) -> None:
     mesh, bed, depth = pond(example)
@@ -140,6 +141,7 @@ def test_dam_break(example: ModuleType, spacings: tuple[float, float]) -> None:
     assert coarse / fine > 2**0.6
 
 
+@pytest.mark.thorough
 def test_taylor_remainders_in_the_roughness(example: ModuleType, rank: int, size: int) -> None:
     """Water runs over dry ground all the time, and the remainders are of second order."""
     mesh, bed, depth = pond(example)
