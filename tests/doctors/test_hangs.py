@@ -46,6 +46,7 @@ def test_there_are_enough() -> None:
     assert len(PROGRAMS) >= AT_LEAST
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.unguarded
 def test_the_page_shows_what_the_watch_says(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_a_missing_sentence_is_reported(before, after, missed):
     assert "it didn't" in missed(WRONG.replace(before, after))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_those_of_one_job_are_reported_apart(tmp_path):
     head = "# All ranks raise.\n# together: yes\n# raises: ArithmeticError\n# says: {here}.*seven\n\nimport mpiad\n"

@@ -3,6 +3,7 @@
 # arguments: -m mpiad.watch
 # says: in Allreduce at {here}, for rank 2, which left the program
 # says: 2 +left [0-9.]+ s ago +sys.exit\(0\) +{leaves}
+# thorough: yes
 import sys
 
 import numpy as np

@@ -2,6 +2,7 @@
 # ranks: 4
 # arguments: -m mpiad.watch
 # says: 0 +waits [0-9.]+ s +Waitall\(Irecv from rank 1 with tag 5, shape \(2,\), float64\) +{here} +rank 1
+# thorough: yes
 import numpy as np
 from mpi4py import MPI
 

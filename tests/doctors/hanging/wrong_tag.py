@@ -3,6 +3,7 @@
 # says: waits [0-9.]+ s +Recv\(from rank 0 with tag 2, shape \(3,\), float64\) +{receives} +rank 0
 # says: waits [0-9.]+ s +Barrier\(\) +{here} +rank 1
 # says: Rank 1: a message from rank 0 with tag 1 \(24 bytes\) is there instead
+# thorough: yes
 import numpy as np
 from mpi4py import MPI
 

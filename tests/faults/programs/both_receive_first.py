@@ -3,6 +3,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: this wait can't end: rank (0 -> rank 1 -> rank 0|1 -> rank 0 -> rank 1)
 # says: 0 +waits [^\n]*mpi_recv[^\n]*{here}
+# thorough: yes
 
 import numpy as np
 

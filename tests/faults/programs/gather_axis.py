@@ -1,6 +1,7 @@
 # An axis that one rank's array doesn't have.
 # raises: ValueError
 # says: {here}.*ValueError: mpi_gather: .*axis.*1
+# thorough: yes
 
 import numpy as np
 

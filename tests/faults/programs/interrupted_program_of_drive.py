@@ -3,6 +3,7 @@
 # says: rank \d ended the job by an exception that nobody caught
 # says: {here}
 # says: drive: the root, rank 0, raised KeyboardInterrupt
+# thorough: yes
 
 import os
 import signal

@@ -1,6 +1,7 @@
 # An array of Python objects, on one rank.
 # raises: TypeError
 # says: rank 1 ended the job.*{here}.*TypeError: mpi_allreduce: .*dtype\('O'\) with shape \(2,\)
+# thorough: yes
 
 import numpy as np
 

@@ -2,6 +2,7 @@
 # raises: mpiad.errors.WorkerError
 # says: WorkerError: minimize: the root, rank 0, raised KeyError: 'loss'
 # says: rank 1 ended the job by an exception that nobody caught|rank 0 ended the job by an exception that nobody caught
+# thorough: yes
 
 import autograd.numpy as np
 

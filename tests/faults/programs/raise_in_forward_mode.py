@@ -1,6 +1,7 @@
 # A local tangent raises on one rank, while the others communicate tangents.
 # raises: FloatingPointError
 # says: rank 1 ended the job.*{here}.*FloatingPointError: overflow
+# thorough: yes
 
 import autograd.numpy as np
 from autograd.extend import defjvp, primitive

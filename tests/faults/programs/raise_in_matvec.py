@@ -1,6 +1,7 @@
 # The matrix product of a distributed solve raises on one rank.
 # raises: ValueError
 # says: {here}.*ValueError: no row 3
+# thorough: yes
 
 import numpy as np
 

@@ -3,6 +3,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: 1 +waits [^\n]*reset[^\n]*{here}
 # says: 0 +left
+# thorough: yes
 
 import mpiad
 

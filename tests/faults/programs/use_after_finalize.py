@@ -1,6 +1,7 @@
 # A collective after the end of MPI.
 # raises: mpiad.errors.CommunicatorError
 # says: {here}.*CommunicatorError: mpi_allreduce: called after mpi_finalize
+# thorough: yes
 
 import mpiad
 

@@ -1,6 +1,7 @@
 # A message of another size than the receiver's array.
 # raises: ValueError
 # says: {here}.*ValueError: mpi_recv: .*32 bytes|{here}.*ValueError: mpi_recv: .*4
+# thorough: yes
 
 import numpy as np
 
