@@ -150,6 +150,7 @@ def test_after():
     assert "here too: 0" in job.stdout and "here too: 1" in job.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_a_failure_that_leaves_others_waiting_ends_the_job(suite):
     text = "def test_uneven(rank):\n    assert rank == 0, 'only here'\n    WORLD.barrier()\n"
@@ -275,6 +276,7 @@ def test_worlds_of_one_are_refused(suite, tmp_path, monkeypatch):
     assert "2 ranks were started, and MPI's world has 1" in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.parametrize("mpiexec", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_test_starts_its_own_ranks(suite, mpiexec):

@@ -55,6 +55,7 @@ def test_ensembles_and_variational_inference_load_parts_of_scipy_where_they_use_
     assert printed(program) == "True set()\n"
 
 
+@pytest.mark.thorough
 def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():
     program = (
         "import numpy as np, sys, mpiad; domain = mpiad.Domain((4,)); assert 'mpiad.optimize' not in sys.modules;"

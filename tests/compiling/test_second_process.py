@@ -224,6 +224,7 @@ def start(*arguments):
     return subprocess.Popen([sys.executable, "-c", text, *arguments], stdout=subprocess.PIPE, text=True, env=env)
 
 
+@pytest.mark.few(2)
 @pytest.mark.launches
 @pytest.mark.parametrize("how", ["end", "SIGKILL", "SIGKILL with a fork"])
 def test_it_ends_with_its_rank(how):
@@ -260,6 +261,7 @@ print(json.dumps((resident() - before) / 32))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 @pytest.mark.parametrize("here", [8, pytest.param(1000, marks=pytest.mark.thorough)])

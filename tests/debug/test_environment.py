@@ -83,7 +83,7 @@ def test_the_closed_form_is_that_of_the_program(size):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2)), 3])
 def test_one_report_for_all_ranks(ranks, mpirun):
     start = time.monotonic()
     done = mpirun(ranks, REPORT)

@@ -279,6 +279,7 @@ def test_of_the_whole_program(setting, mpirun, tmp_path):
     assert ("nothing was recorded" in done.stdout) == ("MPIAD_TRACE" not in setting)
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("call", ["mpiad.debug.report()", "mpiad.debug.recorded().__enter__()"])
 def test_a_rank_that_does_not_take_part_is_named_in_debug_mode(call, mpirun, tmp_path):

@@ -49,6 +49,7 @@ def test_what_differs_raises_on_all_ranks(mpirun):
     assert objectives == ["[1] J True"] * 3
 
 
+@pytest.mark.thorough
 def test_without_it_nothing_is_compared(mpirun):
     copies, objectives = outcomes(mpirun, None)
     assert all(line.endswith("fine") for line in copies)

@@ -323,6 +323,7 @@ print("x", mpiad.minimize(loss, np.array([-1.2, 1.0]), method=sys.argv[3], check
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("method", ["BFGS", "L-BFGS-sharded"])
@@ -406,6 +407,7 @@ def test_wrong_arguments(solver: Solver, folder: Path, rank: int, size: int) -> 
             solver.solve(CheckpointFile(folder / "run.npz", every=1 + rank))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
 def test_goes_on_no_worse_than_it_ended(method: str, folder: Path) -> None:
     # Some methods' iterates are trial points, at which SLSQP's first steps here are 1e40 and more.
@@ -430,6 +432,7 @@ def test_no_iteration_beyond_those_of_all_runs(method: str, folder: Path) -> Non
     assert np.isfinite(again.jac).all() and again.nfev <= first.nfev + 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
 def test_evaluations_of_all_runs_are_counted(method: str, folder: Path) -> None:
     called: list[int] = []

@@ -55,7 +55,7 @@ def found(tmp_path, **variables):
 ASKED = SWITCH.exists() and "[madvise]" in SWITCH.read_text()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variables, raised, asked", [
     ({}, True, True),
     pytest.param({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, True, True, marks=pytest.mark.thorough),

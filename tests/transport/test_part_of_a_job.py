@@ -101,7 +101,9 @@ FAULTS = {
 
 @pytest.mark.launches
 @pytest.mark.unguarded
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("SIGTERM", "time-out") else [pytest.mark.thorough]) for kind in FAULTS]
+)
 def test_a_fault_in_a_part_ends_the_whole_job(kind: str, mpirun: Start, tmp_path: Any) -> None:
     text, code, says = FAULTS[kind]
     env = {"MPIAD_TIMEOUT": "1"} if kind == "time-out" else {"MPIAD_DEBUG": "1"} if kind == "mismatch" else {}
@@ -112,6 +114,7 @@ def test_a_fault_in_a_part_ends_the_whole_job(kind: str, mpirun: Start, tmp_path
     assert seconds < (4.0 if kind in ("exception", "SIGTERM") else 12.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.unguarded
 @pytest.mark.parametrize("after", [0.5, pytest.param(8.0, marks=pytest.mark.thorough)])
@@ -236,6 +239,7 @@ print("right", flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("seed", [0, pytest.param(None, marks=pytest.mark.thorough, id="all")])

@@ -48,6 +48,7 @@ if MPI.COMM_WORLD.rank == 0:
 """ + PROGRAM  # fmt: skip
 
 
+@pytest.mark.thorough
 @several_cores
 def test_one_rank_says_so_where_only_other_nodes_are_crowded(mpirun):
     done = mpirun(3, ROOMY_ROOT, env={**NONE_SET, "MPIAD_CACHE": "0"})
@@ -131,6 +132,7 @@ print(json.dumps({name: touched(call) for name, call in calls.items()}))
 """
 
 
+@pytest.mark.thorough
 @several_cores
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="times of threads are read from /proc")
 def test_solves_and_sharded_steps_use_one_library(mpirun):

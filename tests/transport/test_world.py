@@ -69,6 +69,7 @@ print(total(np.ones(3)), total(np.ones(3)), total.refused)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -93,6 +94,7 @@ mpiad.mpi_print(got, total)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_the_first_call_starts_the_library_on_all_ranks(mpirun):
     done = mpirun(3, STAGGERED, env={"OMP_NUM_THREADS": "1"})
@@ -222,7 +224,7 @@ def test_sockets_of_ended_processes_are_removed(mpirun, place):
     assert len(left) == 1 + 2 + 4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("kind", ["missing", "writable", "link", "of another user"])
 def test_without_a_folder_of_its_own_a_job_starts(kind, mpirun, place):

@@ -24,6 +24,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return (made + 1j * (count % 17 - rank)).astype(dtype) if np.dtype(dtype).kind == "c" else made.astype(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.complex128, np.int64, np.int16])
 @pytest.mark.parametrize("count", [LONG, 19 * LONG + 1])
 def test_sums_and_extremes_of_long_arrays(dtype: Any, count: int, rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ print("not reached")
 """
 
 
+@pytest.mark.thorough
 def test_ends_all_ranks_within_two_seconds_with_the_traceback(mpirun):
     def seconds():
         done = mpirun(3, PROGRAM)

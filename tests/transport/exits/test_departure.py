@@ -13,6 +13,7 @@ mpiad.mpi_barrier()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_all_may_leave_with_a_code_of_their_own(mpirun):
     done = mpirun(2, START + "time.sleep(0.5 * rank)\nsys.exit(3 * rank)")
@@ -144,9 +145,7 @@ mpiad.mpi_barrier()
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        ("scan", 3),
         ("value_and_grad", 0),
-        ("ensemble", 0),
         ("minimize", 3),
         *[
             pytest.param(call, code, marks=pytest.mark.thorough)
@@ -175,6 +174,7 @@ mpiad.value_and_grad(loss)(1.0)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_all_may_exit_in_a_call(mpirun):
     done = mpirun(2, START + ALL_EXIT, "0")

@@ -42,7 +42,7 @@ def line_of(program, mark="# here"):
 
 
 @launches
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize("waits", ["in the library", "in bare MPI", pytest.param("in Python", marks=pytest.mark.thorough)])
 def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
     program = START + f"if rank == 1:\n    tell_soon(15)\n    {WAITS[waits][0]}\nmpiad.mpi_recv(0.0, 1)"
     path, place = tmp_path / "program_0.py", f"program_0.py:{line_of(program)}{WAITS[waits][1]}"
@@ -58,6 +58,7 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
     assert takes_at_most(2, seconds)
 
 
+@pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("first", ["MainThread", "mpiad-signals"])
 def test_the_place_whichever_thread_is_first(first, mpirun):
@@ -120,6 +121,7 @@ def test_named_tuples_and_dataclasses_are_not_lines_of_the_user():
     assert calls.site_of(generated).text.startswith("test_signals.py")
 
 
+@pytest.mark.thorough
 @launches
 def test_sigterm_of_all_ranks(mpirun):
     done = mpirun(2, START + "tell_soon(15)\nMPI.COMM_WORLD.recv(source=1 - rank)")
@@ -169,7 +171,7 @@ OWN = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("when", OWN)
 def test_the_user_s_handler_wins(when, mpirun):
@@ -217,7 +219,7 @@ IN_A_LOOP = {
 @launches
 @pytest.mark.parametrize(
     "when",
-    [pytest.param(when, marks=[pytest.mark.thorough] if when in ("before", "removed") else []) for when in IN_A_LOOP],
+    [pytest.param(when, marks=[] if when == "before and after" else [pytest.mark.thorough]) for when in IN_A_LOOP],
 )
 def test_sigterm_beside_handlers_of_asyncio(when, mpirun):
     """asyncio is told of its signals by the same file; it reads them only in its loop, which a wait in MPI holds up."""
@@ -262,6 +264,7 @@ mpiad.mpi_print("right")
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\nright\n", "")
 
 
+@pytest.mark.thorough
 @launches
 def test_a_child_s_wakeup_file_is_its_own(mpirun):
     """Also if it calls the function that this process had: its signals must not be read here, nor end this job."""

@@ -121,6 +121,7 @@ def test_statements(names, caplog, rank, size):
             assert all(f"rank {rank}: the result of " in text and told in text for text in found), statement
 
 
+@pytest.mark.few(4)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("line", "how"),
