@@ -3,14 +3,14 @@
 A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
 three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
 them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
-another fourth), and a test that asks whether `size == 1` runs on one rank. Tests that take long (`EACH_VALUE`) run with
-each value of each of their parameters, but not with each combination, or with a few of their sets (`few`). With
-`--thorough`, or if files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs
-more than one rank; `also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a
-file of tests that do; `one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts
-its own mpiexec (on one rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may
-take longer than MPIAD_TEST_TIMEOUT (60 s). With
-`-n auto` the one-rank run's files are divided among processes of one rank each.
+another fourth), and a test that asks whether `size == 1` runs on one rank. Tests of most packages (`EACH_VALUE`) run with
+each value of each of their parameters, but not with each combination, or with a few of their sets (`few`); what others show
+in less time runs with `--thorough` only (`thorough`). With `--thorough`, or if files are named, all tests run on every
+number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one that differs on two
+ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one whose result on
+several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only); `limit(seconds)` for
+one that may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes
+of one rank each.
 
 In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.
 Programs that tests start, and all of `--thorough`, have them.
@@ -61,8 +61,9 @@ WORLD = MPI.COMM_WORLD
 # What runs on two ranks instead of three, which takes less than half the time on two cores: ranks compute
 # different parts there, but only their sums, or halos of a domain, depend on how many there are.
 ON_TWO = (
-    "ensemble", "inverse", "linalg", "optimize", "parallel/test_compiled_steps.py", "primitives/test_device.py",
-    "programs/test_falling_back.py", "programs/test_values.py",
+    "differentiation/test_kept_products.py", "differentiation/test_orders.py", "differentiation/test_threads.py",
+    "ensemble", "inverse", "linalg", "optimize", "parallel", "primitives/test_device.py", "programs/test_batching.py",
+    "programs/test_falling_back.py", "programs/test_gathers.py", "programs/test_operation.py", "programs/test_values.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
     "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
     "redistribution/test_fft.py", "test_memory.py", "timestepping", "transport/core/test_random_keys.py",
@@ -81,11 +82,14 @@ ALSO_ON = {
 }  # fmt: skip
 
 # What runs with each value of each parameter, of methods, devices and problems for example, in as few combinations as
-# have all of them: a run takes a kernel of its own, or a solve to tight tolerances. Such tests of other packages are marked
-# `each_value`; tests of these packages whose combinations have code of their own are marked `each_combination`. Tests whose
-# parameters are further examples of the same, and that take more than half a second together, are marked `few(n)`: n of the
-# parameter sets run.
-EACH_VALUE = ("ensemble", "linalg")
+# have all of them: combinations are further examples there, or take a kernel of their own, or a solve to tight tolerances.
+# Such tests of other packages are marked `each_value`; tests of these packages whose combinations have code of their own
+# are marked `each_combination`. Tests whose parameters are further examples of the same, and that take more than half a
+# second together, are marked `few(n)`: n of the parameter sets run.
+EACH_VALUE = (
+    "debug", "domain", "ensemble", "inverse", "linalg", "optimize", "parallel", "redistribution", "tasks", "timestepping",
+    "transport", "vi",
+)  # fmt: skip
 
 # What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
 # optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.

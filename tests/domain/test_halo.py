@@ -51,6 +51,7 @@ def value_of(boundary):
     return boundary if isinstance(boundary, float) else 0.0
 
 
+@pytest.mark.each_combination
 @each_boundary
 @each_case
 def test_value_adjoint_and_tangent(rank, rank_rng, shape, halo, periodic, boundary):
