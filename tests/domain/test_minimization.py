@@ -30,6 +30,7 @@ def smoothed(target: np.ndarray) -> np.ndarray:
     return np.linalg.solve(matrix, target.reshape(-1)).reshape(SHAPE)
 
 
+@pytest.mark.not_on(3)
 def test_blocks_are_those_of_the_whole_solution(rank: int, size: int) -> None:
     domain = Domain(SHAPE)
     target, expected = wanted()[domain.owned], smoothed(wanted())[domain.owned]
@@ -90,6 +91,7 @@ def test_what_is_no_block_is_refused_on_all_ranks(rank: int, size: int) -> None:
     assert domain.minimize(fun, good + 1.0).success
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.mpi(min_size=2)
 def test_the_root_s_variable_is_no_block(rank: int, size: int) -> None:
     domain = Domain((2 * size, 3), dims=(size, 1))
@@ -112,6 +114,7 @@ def test_the_root_s_variable_is_no_block(rank: int, size: int) -> None:
         mpiad.optimize.least_squares(lambda u: domain.interpolate(u, [[0.0, 0.0]]), one if rank == 0 else None)
 
 
+@pytest.mark.not_on(4)
 def test_blocks_that_are_not_the_root_s_variable_are_taken(rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     domain, alone = Domain(2 * size), Domain(4, comm=MPI.COMM_SELF)
     (x,) = domain.coordinates()

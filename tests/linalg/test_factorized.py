@@ -146,6 +146,7 @@ def test_compiled_and_in_a_loop_of_steps(case):
         case.close(mpiad.grad(loss)(case.local(case.b), advance), g)
 
 
+@pytest.mark.few(2)
 def test_derivatives_of_compiled_loops(case, monkeypatch):
     """First and second derivatives of a loop of two steps, with and without compilation, in closed form."""
     compiled = []
@@ -499,6 +500,7 @@ def test_messages_of_solves_with_gathered_factors_after_the_comparison(rank_rng,
         case.close(inverse(several), np.linalg.solve(matrix, columns).T)
 
 
+@pytest.mark.few(1)
 @pytest.mark.unguarded
 @pytest.mark.parametrize("first_solves", [0, 1_000_000], ids=["compiled", "SuperLU"])
 def test_solves_of_a_program_take_one_message_and_few_calls(rank_rng, size, operations, monkeypatch, first_solves):

@@ -229,6 +229,7 @@ def test_sparse_jacobian_in_single_precision(rank, size, dtype):
     np.testing.assert_allclose(residual(u, c), np.zeros(4), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_taylor_rates(case):
     check_grads(case.loss, case.point, order=1)
 

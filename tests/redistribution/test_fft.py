@@ -77,7 +77,7 @@ def backward(modes, shape, real, norm, axes):
     return scipy.fft.ifftn(modes, axes=negative, norm=norm)
 
 
-@pytest.mark.few(48)
+@pytest.mark.few(24)
 @by_both
 @each_norm
 @each_kind
@@ -99,6 +99,7 @@ def test_values(rank_rng, shape, axes, real, norm):
     np.testing.assert_allclose(values, backward(arbitrary, shape, real, norm, among)[part], 1e-12, 1e-12)
 
 
+@pytest.mark.few(12)
 @each_kind
 @each_case
 def test_the_parts_of_the_ranks_are_the_whole(size, shape, axes, real):
@@ -111,6 +112,7 @@ def test_the_parts_of_the_ranks_are_the_whole(size, shape, axes, real):
         assert min(fft.local_shape) > 0
 
 
+@pytest.mark.not_on(4)
 @by_both
 @each_kind
 def test_single_precision(rank_rng, real):
@@ -150,7 +152,7 @@ def transposes(fft, real, axes):
     return of_forward, of_backward
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @by_both
 @each_kind
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (0,)], ids=str)
@@ -169,7 +171,7 @@ def test_adjoints_are_the_dense_transposes(rank_rng, lengths, axes, real):
     np.testing.assert_allclose(found, of_backward(u)[fft.owned_spectral], 1e-12, 1e-12)
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(9)
 @by_both
 @each_kind
 @pytest.mark.parametrize("padding", [None, 1.5])
@@ -192,6 +194,7 @@ def test_dot_products_of_divided_lines(size, n, real):
     check_adjoint(fft.backward, np.zeros(fft.local_spectral_shape, complex))
 
 
+@pytest.mark.each_value
 @each_kind
 @pytest.mark.parametrize("n", [4, 6, 9, 12, 15, 16, 20, 25])
 def test_short_divided_lines(rank_rng, size, n, real):
@@ -228,6 +231,7 @@ def resampled(u, lengths, axes):
     return u
 
 
+@pytest.mark.each_value
 @pytest.mark.few(12)
 @each_norm
 @each_kind
@@ -275,6 +279,7 @@ def spectral_model(shape):
 each_model = pytest.mark.parametrize("shape", [(60,), (8, 10), (4, 6, 5)], ids=str)
 
 
+@pytest.mark.few(3)
 @pytest.mark.not_on(4)
 @each_model
 def test_taylor_rates(rank_rng, shape):
@@ -283,6 +288,7 @@ def test_taylor_rates(rank_rng, shape):
     check_grads(lambda u: anp.sum(step(u) ** 3), u, order=2, objective="sum")
 
 
+@pytest.mark.few(2)
 @pytest.mark.not_on(4)
 @each_model
 def test_compiled_derivatives(rank_rng, shape, caplog):
@@ -306,6 +312,7 @@ def test_compiled_derivatives(rank_rng, shape, caplog):
     assert "isn't compiled" not in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.not_on(4)
 @pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
 def test_loops_with_checkpoints(rank_rng, jit):
@@ -330,6 +337,7 @@ def test_loops_with_checkpoints(rank_rng, jit):
     )
 
 
+@pytest.mark.few(4)
 @each_kind
 @pytest.mark.parametrize(
     ("shape", "axes"), [((6, 7, 9), None), ((8, 12), None), ((60,), None), ((4, 5, 8), (0, 1))], ids=str
@@ -442,6 +450,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.parametrize(("arguments", "kind", "text"), WRONG, ids=lambda x: str(x) if isinstance(x, dict) else "")
 def test_wrong_arguments(arguments, kind, text):
     with pytest.raises(kind, match=text):
@@ -479,6 +488,7 @@ def test_wrong_arrays():
         fft.wavenumbers(0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
 @pytest.mark.parametrize("shape", [(60,), (8, 10), (6, 7, 9)], ids=str)

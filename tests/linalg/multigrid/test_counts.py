@@ -37,6 +37,7 @@ def test_constant_medium(shape, boundary, rank_rng):
         assert iterations(shape, np.full(shape, 3.0), b, boundary=boundary)[0] <= 10
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_jumps(shape, medium, rank_rng):
@@ -58,6 +59,7 @@ def test_flat_in_the_size_of_the_grid(seed):
     assert max(found) <= 25 and max(found) - min(found) <= 2
 
 
+@pytest.mark.not_on(2)
 @pytest.mark.parametrize("medium", ["constant", "8 blocks", "disc"])
 def test_three_dimensions(medium, rank_rng):
     shape = (32, 25, 28)
@@ -66,6 +68,7 @@ def test_three_dimensions(medium, rank_rng):
     assert found <= (10 if medium == "constant" else 25)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("shape", "settings", "periodic"),
     [
@@ -135,6 +138,7 @@ def test_single_precision_is_widened(rank_rng):
         np.testing.assert_allclose(u, expected[domain.owned], atol=1e-6 * abs(expected).max())
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.parametrize(("shape", "periodic"), [((24, 26), False), ((16, 20), True), ((8, 9, 12), False)])
 def test_mean_zero(shape, periodic, rank_rng):
     """Singular: the solution of least squares with mean zero."""

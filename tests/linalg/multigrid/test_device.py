@@ -27,6 +27,7 @@ def _case(shape, jump=False, dtype=float, **settings):
     return domain, *[field[domain.owned].astype(dtype) for field in (kappa, c, b)]
 
 
+@pytest.mark.not_on(4)
 @each_shape
 @pytest.mark.parametrize("jump", [False, True], ids=["", "jump"])
 def test_cycles_and_solutions(shape, jump):
@@ -57,6 +58,7 @@ def test_cycles_in_other_precisions(dtype):
     np.testing.assert_allclose(on_host(found), known, rtol=1e-5, atol=1e-5 * abs(known).max())
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.parametrize("periodic", [True, (True, False)])
 def test_operators_with_constants_in_their_kernel(periodic):
     domain, kappa, _, b = _case((24, 32), periodic=periodic)
@@ -101,6 +103,7 @@ def test_derivatives_of_solutions(shape):
         np.testing.assert_allclose(on_host(mine), host, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.not_on(4)
 def test_several_directions_at_once():
     domain, kappa, _, b = _case((17, 14))

@@ -1,6 +1,7 @@
 """A cycle as the preconditioner of `solve`, also for systems that aren't those of its levels."""
 
 import numpy as np
+import pytest
 from elliptic_matrix import blocks
 
 import mpiad
@@ -21,6 +22,7 @@ def test_preconditioner_of_solve(rank_rng):
     np.testing.assert_allclose(operator(u, kappa[domain.owned]), b[domain.owned], atol=1e-6 * np.linalg.norm(b))
 
 
+@pytest.mark.not_on(4)
 def test_preconditioner_of_a_complex_system_that_is_not_symmetric(rank_rng):
     """Diffusion with a current and an imaginary shift; its derivative takes the transposed cycle."""
     shape, rng = (14, 11), rank_rng(100)

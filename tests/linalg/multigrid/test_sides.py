@@ -191,6 +191,7 @@ def test_tangent_and_hessian(case, rank_rng):
     np.testing.assert_allclose(found, (4 * fine - coarse) / 3, 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.not_on(4)
 @pytest.mark.parametrize("form", ["points", "tensor", "faces"])
 def test_taylor_rates(rank_rng, form):
@@ -237,6 +238,7 @@ def test_conditions_in_one_dimension():
         np.testing.assert_allclose(u, 1 + 0.4 * x, 1e-9)
 
 
+@pytest.mark.not_on(4)
 def test_second_order_convergence():
     """u = exp(x) cos(y) is harmonic; κ ∂u/∂n + α u is given on all sides."""
     errors = []
@@ -253,6 +255,7 @@ def test_second_order_convergence():
     assert 3.5 < errors[0] / errors[1] < 4.5
 
 
+@pytest.mark.thorough
 @pytest.mark.not_on(4)
 def test_several_fluxes(rank_rng):
     """The load cases of a tomography: one right-hand side per pattern of fluxes."""
