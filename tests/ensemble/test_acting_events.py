@@ -169,6 +169,7 @@ def test_derivatives_of_balls():
     check(found, expected, (0, 1), (HEIGHTS, BALLS))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("restitution", [0.0, 0.2, 0.7])
 @pytest.mark.parametrize("ground", [0.0, 1.0])
 def test_a_ball_that_comes_to_rest_has_a_code_of_its_own(ground, restitution, caplog):
@@ -250,6 +251,7 @@ def on_plate(u, p, span, seen):
         u, start = (thrown if below.size else kicked)(u, p, time), time
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("way", "alg"), [(1.0, Vern7()), (-1.0, RK45())], ids=["forwards", "backwards"])
 def test_balls_on_a_plate(way, alg):
     sign = np.array([1.0, 1.0, 1.0, 1.0, way])
@@ -435,6 +437,7 @@ NEURONS, RESTING = (
 )
 
 
+@pytest.mark.thorough
 def test_neurons():
     def fired(v, p):
         ensemble = EnsembleProblem(ODEProblem(charging, np.ones(1), (0.0, 4.0)), u0=v, p=p)
@@ -475,6 +478,7 @@ def test_company_changes_no_digit(solved_by):
         assert bounced(u0, p, saveat=0.5, ensemblealg=backend).u.tobytes() == many.u.tobytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("end", "dtype"), [(6.0, float), (-1.0, np.float32)])
 def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
     # With checkpoints steps are recorded on the way back, of some trajectories after the other.
@@ -495,6 +499,7 @@ def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
     assert len(set(same_digits(problem, p, options).retcode.tolist())) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 def test_balls_in_a_box_have_the_same_digits_where_a_gradient_is_wanted():
     # Conditions that act from one side and from both, that only tell, and that end; and a kick at a given time.
@@ -542,6 +547,7 @@ def same_digits(problem, p, options):
     return plain
 
 
+@pytest.mark.few(1)
 @pytest.mark.columns("it is about columns that wait for each other")
 @pytest.mark.parametrize("end", [4.0, -0.5])
 def test_neurons_have_the_same_digits_where_those_that_fired_re_enter_the_columns(monkeypatch, end):
@@ -634,7 +640,7 @@ ENDING = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ending", ENDING)
 def test_a_terminal_event_at_a_given_time_comes_before_the_end(ending):
     rates, (stop, before) = np.random.default_rng(1).uniform(0.2, 0.9, (400, 2)), ENDING[ending]
@@ -697,6 +703,7 @@ def test_what_is_at_its_root_and_what_comes_again_at_once():
     np.testing.assert_allclose(sol.u_end, [2 * up - 9.81 / 2 * up**2, 2 - 9.81 * up, 2.0], rtol=1e-6)
 
 
+@pytest.mark.few(1)
 def test_no_step_before_the_end():
     # A tspan without length, one with, and a trajectory that is ended where it begins; all events come at times that move.
     def found(p):
@@ -767,6 +774,7 @@ def test_states_that_are_numbers():
 # ---- all steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
 def test_every_step_and_dense_output(alg):
     """A dose at given times, and a sawtooth that falls at a root: closed forms, with the states after the events."""

@@ -23,7 +23,7 @@ def loss(x, f=lorenz, **more):
     return anp.sum(anp.where(np.isnan(mpiad.stop_gradient(sol.u)), 0.0, anp.sin(sol.u))) + anp.sum(sol.u_end**2)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("every", "ends"), [
     pytest.param(every, ends, marks=() if usual else pytest.mark.thorough)
     for every, first in ((1, True), (2, False), (7, True), (1000, False))

@@ -69,6 +69,7 @@ def test_steps_are_scipys_by_moduli():
         onp.testing.assert_allclose(sol.u_end[i], expected.y[:, -1], rtol=1e-10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("argnums, more", [((0,), {"gradient": "tangent"}), ((0, 1, 2), {"gradient": "adjoint"}),
                                            ((0, 1, 2), {"checkpoints": 2})])  # fmt: skip
 def test_gradients_of_the_closed_form(argnums, more):
@@ -79,6 +80,7 @@ def test_gradients_of_the_closed_form(argnums, more):
         onp.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8 * onp.abs(expected).max())
 
 
+@pytest.mark.few(1)
 def test_forward_mode_and_the_ends_of_tspan():
     value, tangent = mpiad.jvp(lambda x: loss(*x), (U0, COUPLING, DETUNING), ALONG)
     pushed = mpiad.jvp(lambda x: exact_loss(*x), (U0, COUPLING, DETUNING), ALONG)

@@ -64,6 +64,7 @@ def test_are_the_states_after_a_long_time_with_derivatives(problem):
     assert tangent == pytest.approx(by_u0 @ du + by_p @ dp, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_numbers_of_totals_may_differ_between_trajectories():
     """Without turnover the product is conserved by itself; all ranks find what one process finds, bit for bit."""
     p = onp.tile(ENZYME.p, (5, 1))

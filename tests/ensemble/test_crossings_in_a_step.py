@@ -41,7 +41,7 @@ def fixed(alg, size):
     return {"dt": size} if isinstance(alg, RK4) else {}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @each_method
 @everywhere
 def test_roots_of_sines_and_of_a_cubic(alg, solved_by):
@@ -66,7 +66,7 @@ def passes(speed, gravity=9.81, level=LEVEL):
     return (speed - root) / gravity, (speed + root) / gravity
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @each_method
 @everywhere
 def test_projectiles(alg, solved_by):
@@ -143,7 +143,7 @@ def test_gradients_of_both_times(solved_by):
     np.testing.assert_allclose(mpiad.jvp(loss, speeds, along)[1], expected @ along, rtol=1e-8)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [RK45(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
 @on_host
 def test_events_that_act_within_a_step(alg, solved_by):

@@ -47,6 +47,7 @@ def _solved(u0, p, f=predators, tspan=(0.0, 3.0), alg=RK45(), **settings):  # no
     return solve(problem, alg, EnsembleVectorized(), compile=settings.pop("compile", False), **settings)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("tspan", "settings"),
     [
@@ -144,6 +145,7 @@ def test_a_round_costs_one_copy_of_two_numbers(settings):
     assert transfers.h2d <= 4
 
 
+@pytest.mark.thorough
 def test_trajectories_of_different_lengths_leave_room_for_the_others():
     rates = on_device(np.geomspace(1.0, 300.0, _N).reshape(-1, 1))
     widths = []
@@ -240,6 +242,7 @@ def test_quantiles_leave_out_what_failed():
     assert 0 < np.count_nonzero(found(u0)) <= 8  # two trajectories for each quantile and time
 
 
+@pytest.mark.thorough
 def test_a_plot_copies_what_it_draws():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     u0, p = _inputs()

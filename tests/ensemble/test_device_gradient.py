@@ -71,7 +71,7 @@ def _rounding(settings, usual=1e-8):
     return 1e-5 if "save_everystep" in settings else usual
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _CASES)
 def test_derivatives_are_those_of_the_host(f, tspan, alg, settings):
@@ -195,6 +195,7 @@ def test_what_fails_drops_out_of_the_gradient():
     np.testing.assert_allclose(found, host, rtol=1e-8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("f", "tspan", "alg", "settings"), [*_CASES[1:4], (predators, (0.0, 1.0), RK45(), {"max_steps": 4})]
@@ -296,7 +297,7 @@ def test_derivatives_by_tspan_are_those_of_the_host(f, tspan, alg, settings):
     np.testing.assert_allclose(on_host(moved), tangent, rtol=_rounding(settings))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _TIMED)
 def test_second_derivatives_are_those_of_the_host(f, tspan, alg, settings):
@@ -361,7 +362,7 @@ _WATCHED = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(("tspan", "alg", "settings"), _WATCHED)
 def test_derivatives_through_events_are_those_of_the_host(tspan, alg, settings):

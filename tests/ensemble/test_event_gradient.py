@@ -89,6 +89,7 @@ def test_tangents_where_times_move(argnums, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.few(2)
 def test_one_that_ends_early_changes_no_digit_of_the_others(solved_by):
     high, p = np.array([[50.0, 1.0], [2.0, 1.0]]), np.array([[9.81], [9.81]])  # the first doesn't land in time
 
@@ -152,7 +153,7 @@ def test_times_of_events_on_the_way(more):
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_forward_mode_and_second_derivatives_of_times_on_the_way():
     v = np.array([[0.2, -0.1], [0.5, 0.3], [-0.4, 0.8]])
     by = lambda u0: times_of(landed(u0, P, events=LEVELS))  # noqa: E731
@@ -161,6 +162,7 @@ def test_forward_mode_and_second_derivatives_of_times_on_the_way():
     np.testing.assert_allclose(mpiad.hvp(by)(U0, v), mpiad.hvp(exact)(U0, v), rtol=1e-7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("solved_by")
 def test_two_terminal_events_at_once_have_one_time():
     rising = ODEProblem(lambda u, p, t: [p[0]], [0.0], (0.0, 5.0))
@@ -198,7 +200,7 @@ def test_start_of_tspan():
     np.testing.assert_allclose(found, [mpiad.grad(exact)(0.4), 0.0], rtol=1e-10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_shared_parameters_and_fixed_steps():
     def shared(p):
         problem = ODEProblem(falling, np.ones(2), (0.0, 20.0), p)

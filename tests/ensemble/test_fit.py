@@ -173,6 +173,7 @@ def fitted(rows=slice(None), **more):
     return fit(DECAY, weighted, START[rows], **{"data": data, "saveat": T, "rtol": 1e-6, "atol": 1e-6} | more)
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 def test_the_hopeless_harm_nobody(compiled, caplog):
     # The data of the third say nothing; the sixth begins where its solution becomes infinite at t = 1 / 9.
@@ -481,6 +482,7 @@ def test_doses_as_scipys_least_squares(compiled, timed):
         np.testing.assert_allclose(found.covariance(absolute_sigma=True)[i], covariance, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_doses_alike_on_all_ranks(compiled):
     found, alone = (
         fitted_doses(backend=backend, compile=compiled, max_nfev=3, rtol=1e-5, atol=1e-6)

@@ -105,6 +105,7 @@ def test_one_trajectory_by_u0_p_and_tspan(case):
         close(a, b)
 
 
+@pytest.mark.few(1)
 @both
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 @pytest.mark.parametrize("alg", [RK4(), Rodas5P()])

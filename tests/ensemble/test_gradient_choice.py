@@ -132,6 +132,7 @@ def test_arrays_use_the_adjoint_unless_tangents_are_requested(counted):
         loss(U0[:2], RHO[:2], gradient="auto")
 
 
+@pytest.mark.few(1)
 @WAYS
 def test_the_record_is_freed_with_the_gradient(way, monkeypatch):
     from mpiad.ensemble.run import Run
@@ -149,6 +150,7 @@ def test_the_record_is_freed_with_the_gradient(way, monkeypatch):
         gc.enable()
 
 
+@pytest.mark.few(1)
 @WAYS
 def test_a_gradient_is_independent_of_its_company(way):
     both = mpiad.grad(lambda u0, p: loss(u0, p, gradient=way), (0, 1))
@@ -158,6 +160,7 @@ def test_a_gradient_is_independent_of_its_company(way):
             assert part.tobytes() == all_of_them[rows].tobytes()
 
 
+@pytest.mark.few(1)
 @WAYS
 @pytest.mark.parametrize("backend", [pytest.param(EnsembleSerial(), marks=pytest.mark.thorough), EnsembleThreads(2)])
 def test_a_gradient_is_independent_of_the_backend(way, backend):

@@ -103,7 +103,7 @@ def test_as_scipy_with_tables_of_scipy(kind, alg, compiled):
         onp.testing.assert_allclose(sol.u_end[i], by_scipy("splines" in kind, row, i), rtol=1e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize("gradient", ["adjoint", pytest.param("tangent", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", every_kind)

@@ -22,6 +22,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("alg", [RK45(), Rodas5P()], ids=["RK45", "Rodas5P"])
 @pytest.mark.parametrize("f", FIELDS.values(), ids=FIELDS)

@@ -66,7 +66,7 @@ def check(found, expected, p=P, rtol=2e-6):
     np.testing.assert_allclose(mpiad.jvp(loss(found), p, along)[1], np.sum(slopes * along), rtol=rtol, atol=rtol)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @both_sides
 @pytest.mark.parametrize("events", [SWITCH, CLOCK], ids=["time", "condition"])
 @pytest.mark.parametrize("alg", METHODS, ids=lambda alg: type(alg).__name__)

@@ -46,6 +46,7 @@ def exact_gradient(u0, p, half=0.6, end=1.5):
     return np.sum(np.sin(last)) + np.sum(middle**2), by_u0, by_p
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("f", "gradient"), [(linear, "tangent"), (linear_by_rows, "adjoint")])
 def test_one_equation_of_many_columns(f, gradient):
     def total(u0, p):

@@ -27,6 +27,7 @@ def bounced(p, backend, **more):
     return solve(ensemble, RK45(), backend, events=[BOUNCE, KICK], saveat=0.5, **more)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count, gather, objective", [(1, True, "root"), (5, True, "mean"), (5, False, "sum")])
 def test_all_are_those_of_one_process(count, gather, objective):
     # Some never come down, and one never has enough: ranks have events or none.

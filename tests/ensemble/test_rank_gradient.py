@@ -73,6 +73,7 @@ def test_second_derivatives(gather, objective):
 REFLECTED = Event(lambda u, p, t: u[0] - 1.5, affect=lambda u, p, t: [u[0], -0.5 * u[1], u[2]])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "alg, options",
     [(RK45(), {}), (Rodas5P(), {}), (RK45(), {"events": REFLECTED}), (RK45(), {"saveat": None, "save_everystep": True})],

@@ -193,7 +193,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(("name", "system"), PAIRS)
@@ -338,6 +338,7 @@ def test_steps_on_a_device_are_those_of_the_host(name):
         np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("alg", "rtol"), [pytest.param(Rosenbrock23(), 1e-2, marks=pytest.mark.thorough), (Rodas5P(), 1e-3)]

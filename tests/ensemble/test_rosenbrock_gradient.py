@@ -165,6 +165,7 @@ def slope_with_more_digits(name, compiled):
     return float(along.imag[0] / 1e-30)
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.skipif(np.finfo(np.longdouble).eps == np.finfo(float).eps, reason="long doubles have no more digits")
 @pytest.mark.parametrize("way", ["adjoint", pytest.param("tangent", marks=pytest.mark.thorough), "kernel"])

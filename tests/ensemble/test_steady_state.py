@@ -136,6 +136,8 @@ def test_codes_of_those_that_have_none(caplog):
     assert steady_state(many, max_iters=1).retcode[4] == "MaxIters"
 
 
+@pytest.mark.one_rank
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mpi", [False, True])
 @pytest.mark.parametrize("alg", [RK45(), Rodas5P()], ids=["explicit", "implicit"])
 @pytest.mark.parametrize("tspan", [(0.0, 0.0), (0.0, 9.0)], ids=["from u0", "after a solve"])

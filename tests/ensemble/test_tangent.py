@@ -159,7 +159,7 @@ SENSITIVITIES = {  # per case: the options, and whether p is shared by all traje
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SENSITIVITIES)
 @pytest.mark.parametrize("spans", [False, True], ids=["", "with tspan"])
 def test_forward_mode_in_kernels(name, spans, monkeypatch):
@@ -250,7 +250,7 @@ def along_by_scipy(start):
     return along(TOWARDS), units
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alg, start", CASES.values(), ids=CASES)
 def test_tangents_through_doses(alg, start, monkeypatch):
     events = tuple(Event(times=times, affect=affect) for times, affect in doses_of(start))
@@ -292,7 +292,7 @@ LARGE = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
 @pytest.mark.parametrize("name", LARGE)
 def test_tangents_of_many_numbers_in_kernels(name, alg, monkeypatch):

@@ -80,7 +80,7 @@ def test_steps_are_held():
     assert not steps_of().nreject.any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize("alg", ALGORITHMS)
 def test_first_and_second_derivatives(alg):
@@ -101,6 +101,7 @@ def test_through_terminal_events(way):
     )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.serial
 @WAYS
 def test_both_ways(way):
@@ -116,6 +117,7 @@ def test_a_wrong_gradient_is_caught():
         testing.check_grads(wrong, U0, P, argnum=1, order=1, step=1e-2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "gather, objective, events, order", [(True, "root", (), 1), (False, "sum", (FALLS, LEVEL), 2)], ids=["", "events"]

@@ -41,6 +41,7 @@ def decay(rate):
     return lambda u, p, t: [-p[0] * (rate * u[0] + 0.5 * u[0])]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_one_kernel_has_all_values(gradient):
     made = []
@@ -160,6 +161,7 @@ def test_the_number_of_kernels_is_bounded(monkeypatch):
             onp.testing.assert_allclose(value, onp.sum(2 * onp.arctan(onp.tan(0.5) * onp.exp(-0.5 * P))), rtol=1e-7)
 
 
+@pytest.mark.thorough
 def test_gradients_with_changing_numbers_take_as_long():
     """The processor's time of this thread: 10,000 trajectories, of which a gradient takes some ms."""
     p = onp.linspace(0.5, 1.0, 10_000).reshape(-1, 1)

@@ -112,6 +112,7 @@ LONG = ODEProblem(swinging, [1.0, 0.0], (0.0, 2000.0), [2.0])
 RESTARTED = "kernel: restarted, since arrays took more steps than estimated"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [EnsembleVectorized(), EnsembleThreads(2)], ids=["vectorized", "threads"])
 def test_a_solve_with_more_steps_than_estimated_is_restarted(forgetting, backend, capsys):
     ensemble, ended = EnsembleProblem(LONG, p=np.linspace(1.0, 2.0, 3)[:, None]), {"saveat": 500.0, "rtol": 1e-6}
@@ -132,6 +133,7 @@ def robertson(u, p, t):
     return [third - first, first - third - 3e7 * u[1] ** 2, 3e7 * u[1] ** 2]
 
 
+@pytest.mark.thorough
 def test_the_estimated_number_of_steps_of_a_running_solve(forgetting, monkeypatch):
     advances = []
 
@@ -298,6 +300,7 @@ def test_large_ones(caplog, monkeypatch):
     assert "4 components" in caplog.text and "up to 3" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_gradient_finds_out_how_often_f_calls_numpy(forgetting):
     """A sum of 200 terms is compiled after a few gradients; by the number of components alone it would be much later."""
 
@@ -334,6 +337,7 @@ def test_large_states_of_explicit_and_implicit_methods():
     assert ways["Tsit5"][0] and ways["Rodas5P"] == (False, "arrays: a state has more than 300 components")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
 def test_the_gradient_has_more_operations_than_a_trace_may_have(alg, monkeypatch):
     """The adjoint of f is derived from its program, whose operations are limited, and may be a few times as long."""

@@ -69,6 +69,7 @@ def check_events(a, b, rtol=1e-12):
     onp.testing.assert_allclose(a.u_end, b.u_end, rtol=100 * rtol, atol=100 * rtol)
 
 
+@pytest.mark.thorough
 def test_thousands_of_which_some_have_events():
     columns, kernels = both(waves(), trajectories=N, saveat=TIMES, **TIGHT)
     ended = columns.retcode == "Terminated"
@@ -133,7 +134,7 @@ def loss(u0, p, **more):
     return np.sum(weights * saved**2) + np.sum(sol.u_end**3) + np.sum(sol.t_reached**2) + on_the_way
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [{}, {"checkpoints": 3}, {"gradient": "tangent"}], ids=str)
 def test_gradients_through_the_times_of_events(more, monkeypatch):
     count = 12 if "gradient" in more else 80
@@ -165,6 +166,7 @@ def test_single_precision():
     onp.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * onp.abs(a).max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [{"save_everystep": True}, {"saveat": [0.5, 1.0, 3.0], "rtol": 1e-3}], ids=["all", "few"])
 def test_gradients_where_every_step_is_saved_or_the_ends_move(more):
     def total(u0, end, compile):

@@ -151,7 +151,7 @@ def test_kinks_by_the_same_steps_are_the_same_to_the_bit():
     onp.testing.assert_array_equal(columns, kernels)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("argnums", "saveat", "way"),
     [((0,), None, None), ((0, 1), TIMES, None), ((0, 1, 2, 3), TIMES, None), ((2,), None, "adjoint")],

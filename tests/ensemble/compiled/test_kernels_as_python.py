@@ -103,7 +103,7 @@ def ensemble(u0, p, span=(0.0, 1.0)):
     return EnsembleProblem(ODEProblem(forced, U0[0], span, P[0]), u0=u0, p=p)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", ALGORITHMS, ids=lambda alg: type(alg).__name__)
 @pytest.mark.parametrize("name", EVENTS)
 def test_the_forward_kernel(as_python, alg, name):
@@ -118,7 +118,7 @@ def test_the_forward_kernel(as_python, alg, name):
     assert list(python.retcode) == list(compiled.retcode)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
 @pytest.mark.parametrize("name", EVENTS)
 def test_the_reverse_kernel(as_python, alg, name):
@@ -131,7 +131,7 @@ def test_the_reverse_kernel(as_python, alg, name):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
 @pytest.mark.parametrize("name", EVENTS)
 def test_the_tangent_kernel(as_python, alg, name):

@@ -37,7 +37,7 @@ def loss_of(alg, compile, dtype=float, **options):
     return loss, u0s
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("alg", "width", "dtype"), [
     (Tsit5(), 16, float), (Rodas5P(), 8, float), (Tsit5(), 8, np.float32),
 ])  # fmt: skip
@@ -112,6 +112,7 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
         np.testing.assert_array_equal(loops, scalars)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "alg, dtype",
@@ -154,6 +155,7 @@ def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype)
     kernel_code.cache_clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "alg", [*(pytest.param(alg, marks=pytest.mark.thorough) for alg in (Tsit5(), Rodas5P())), Rosenbrock23()]
 )  # the last has the fewest stages, and its kernels the shortest texts

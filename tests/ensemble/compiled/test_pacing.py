@@ -129,6 +129,7 @@ def test_turns_are_as_many_as_fit_into_the_time(monkeypatch):
     assert taken[6] == 25_000 and work_shares._turns_of[kernel] == 25_000 // 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", WAYS, ids=["alone", "threads"])
 def test_an_interrupt_ends_an_endless_solve_and_the_next_one_is_right(backend, calls):
     def interrupt():

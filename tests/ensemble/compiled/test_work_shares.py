@@ -81,6 +81,7 @@ def test_what_one_thread_raises_ends_the_others_at_their_next_pause(where):
     assert len(ended) == (2 if where == "here" else 1)
 
 
+@pytest.mark.thorough
 def test_interrupts_at_any_moment_of_waiting_leave_no_lock_behind(monkeypatch, request):
     """A lock that the waiting thread holds forever would stop the other thread, which then never ends."""
     here, begun, count = threading.get_ident(), [], 1500 if request.config.getoption("thorough") else 500

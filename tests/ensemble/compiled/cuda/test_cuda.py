@@ -84,7 +84,7 @@ def cases(*names):
     return [pytest.param(name, marks=pytest.mark.thorough if name in SHOWN else ()) for name in names]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @compiled
 @pytest.mark.parametrize("name", cases(*CASES))
 def test_the_steps_are_those_of_the_vectorised_path(name):
@@ -134,7 +134,7 @@ def gradient(f, u0, p, shared, weights, alg, tspan, times, options):
     return mpiad.grad(loss, (0, 1))(u0.T, p.T if shared is None else shared)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @compiled
 @pytest.mark.parametrize("name", [
     "lorenz", "shared parameters", "time", "backwards", "Tsitouras", "PI", "fixed", "nest", "stiff", "stiff and backwards",
@@ -158,7 +158,7 @@ def test_the_adjoint_is_that_of_the_vectorised_path(name):
         np.testing.assert_allclose(s_bar.sum(axis=1), flat, rtol=1e-10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @compiled
 @pytest.mark.parametrize("name", ["lorenz", "time", "backwards", "Tsitouras", "fixed"])
 def test_tangents_and_adjoint_are_transposed(name):

@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 def test_numbers_are_those_of_the_vectorised_path(name, place, caplog):
@@ -104,6 +104,7 @@ def test_numbers_are_those_of_the_vectorised_path(name, place, caplog):
     np.testing.assert_array_equal(sol.t, expected.t)
 
 
+@pytest.mark.thorough
 def test_states_at_both_ends_from_one_initial_state_for_all():
     p = parameters(41)
 
@@ -216,6 +217,7 @@ def assert_close(found, expected, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("d", [1, 2])
 def test_states_at_both_ends_are_those_of_the_solve(d):
     """They are computed late, and the arrays that they depend on may have been changed."""
@@ -237,6 +239,7 @@ def test_a_shared_parameter_without_entries(gradient):
     assert mpiad.grad(loss, objective="sum")(np.empty(0)).shape == (0,)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
 @pytest.mark.parametrize("times", [TIMES, [0.0, 1.0]])
 def test_gradients_are_those_of_the_vectorised_path(gradient, times):
@@ -272,6 +275,7 @@ def test_gradients_of_device_arrays_are_the_same_and_stay_there(gradient):
     assert (transfers.h2d_bytes, transfers.d2h_bytes) == (0, 8 * 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_gradients_by_what_all_share(gradient):
     u0, p, loss = states(35), np.array([28.0, 10.0]), weighted(35)
@@ -337,6 +341,7 @@ def test_forward_mode():
         np.testing.assert_allclose(along(EnsembleGPU()), along(EnsembleVectorized(), compile=False), rtol=1e-11)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("put", [np.asarray, on_device])
 def test_second_derivatives_are_those_of_arrays(put):
     def loss(backend, u0, p, **options):
@@ -433,7 +438,7 @@ def swing(u, p, t):
     return [u[1] * p[1], -p[0] * anp.sin(u[0]) + 0.1 * anp.cos(t)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [
     {"events": (RIM, WALL), "saveat": TIMES}, {"events": (WALL, RIM, FLOOR, FLOOR)},
     {"events": RIM, "alg": RK4(), "dt": 0.05}, {"events": (FLOOR, RIM), "tspan": (1.0, -1.0), "max_steps": 14},
@@ -497,6 +502,7 @@ def test_gradients_through_events_by_what_all_share_of_device_arrays(monkeypatch
     assert_close(map(on_host, found), expected)
 
 
+@pytest.mark.thorough
 def test_events_in_single_precision():
     u0, p = states(33, 2, np.float32), parameters(33, (1, 20), (0.5, 3), dtype=np.float32)
     expected = solve(ensemble(swing, u0, p), events=FLOOR, compile=False)

@@ -53,6 +53,7 @@ def test_all_ranks_get_all_trajectories(place, device):
     assert sum(launch[3][2] for launch in launcher.launches) < 2 * N or mpiad.mpi_size() == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 @pytest.mark.parametrize("gather", [True, False])
 def test_gradients_are_those_of_one_process(place, gather):
@@ -75,6 +76,7 @@ def test_gradients_are_those_of_one_process(place, gather):
         np.testing.assert_allclose(on_host(a), b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 @pytest.mark.parametrize("gather", [True, False])
 def test_events_are_those_of_one_process(place, gather):

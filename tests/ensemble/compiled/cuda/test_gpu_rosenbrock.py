@@ -56,6 +56,7 @@ def assert_same(sol, expected, rtol=1e-9):
     np.testing.assert_allclose(on_host(sol.u_end), expected.u_end, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.few(1)
 @every_method
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 def test_steps_counts_and_events_are_those_of_columns(alg, place, device):

@@ -97,6 +97,7 @@ def test_nvcc_makes_ptx_of_it(name, dtype, watched, method, tmp_path):
             assert ".local" not in ptx
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(None in (shutil.which("nvcc"), shutil.which("ptxas")), reason="there is no nvcc with ptxas")
 @pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.thorough), "sm_90"])
 def test_the_lorenz_kernels_stay_in_registers(architecture, tmp_path):
