@@ -51,6 +51,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.one_rank
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 @pytest.mark.limit(180)
 def test_hundreds_of_gradients_do_not_grow_the_memory(no_collector, rank, size):

@@ -139,6 +139,7 @@ def test_complex_arrays(name, devices, rng):
     check(CALLS[name], x, v, devices)
 
 
+@pytest.mark.few(84)
 @pytest.mark.parametrize("name", [*CALLS, "sin", "tanh", "sqrt", "var", "std", "max"])
 def test_single_precision_is_kept(name, devices, rng):
     fun = CALLS.get(name) or (lambda x: getattr(np, name)(np.abs(x) + 1))

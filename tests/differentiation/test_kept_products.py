@@ -55,6 +55,7 @@ def test_products_with_the_jacobian_and_its_transpose(way, rank, size, rank_rng)
     assert_close(kept.vjp(np.stack([w[rank] for w in ws]), batch=True), np.stack(cotangents))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["root", "sum", "mean"])
 def test_products_with_the_hessian(kind, way, rank, size, rank_rng):
     xs, root = inputs(rank_rng, size), size - 1
@@ -187,6 +188,7 @@ def test_solves_of_products(monkeypatch, rank, rank_rng):
     assert taken(lambda: product(vs, batch=True)) == 2
 
 
+@pytest.mark.thorough
 def test_several_directions_of_a_solve(rank_rng):
     """Beside dense matrices: from A(κ) u = f, with A linear in κ = exp m, follows A u̇ = -A(κ ṁ) u."""
     shape = (5, 4)

@@ -109,6 +109,7 @@ THIRD_ORDER = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nesting", THIRD_ORDER)
 def test_third_order(nesting, xs, rank, size):
     """Σ_jk ∂³J/∂x_i∂x_j∂x_k v_j w_k, outermost derivative first in the name (r reverse, f forward)."""

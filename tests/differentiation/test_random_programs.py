@@ -33,6 +33,7 @@ def checked(program):
         raise AssertionError(f"{type(error).__name__}: {error}\n\n{script(program)}") from error
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(BATCHES))
 def test_random_programs(seed, size):
     if size == 1 and seed > 1:
@@ -53,6 +54,7 @@ def test_random_programs_that_are_jitted(size, request):
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_random_programs_in_which_ranks_leave_their_traces(size, request):
     """At any place, after whatever communicates: they make all communications of the others, backwards too."""
@@ -81,7 +83,7 @@ def is_found(size):
     return False
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("name", ["REDUCE_SCATTER", "ALLTOALL"])
 def test_a_wrong_adjoint_is_found(name, size, monkeypatch):

@@ -138,6 +138,7 @@ def test_nonblocking_calls_meet_blocking_ones(mix, rank, size, rank_rng):
     check(program, outputs, xs, rank)
 
 
+@pytest.mark.few(2)
 @pytest.mark.also_jitted
 def test_a_pipeline_of_requests_over_steps(rank, size, rank_rng):
     """Each step waits for the receive of the step before: communication overlaps computation."""

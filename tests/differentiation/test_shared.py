@@ -148,6 +148,7 @@ CALLS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("timeout", [None, 20.0])

@@ -252,6 +252,7 @@ def many(x, count, rank, size):
     return mpiad.mpi_allreduce(anp.sum(y**2))
 
 
+@pytest.mark.thorough
 @pytest.mark.one_rank
 @pytest.mark.limit(120)
 def test_ten_thousand_communications_take_time_linear_in_their_number(rank, size):

@@ -54,6 +54,7 @@ def case(request):
     return domain, LinearPosterior(F, prior, NOISE, correlation=request.param), Dense(request.param, NOISE), d
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("times", [N, 3, 1, 0])
 def test_mean(case, times):
@@ -62,6 +63,7 @@ def test_mean(case, times):
     np.testing.assert_allclose(whole(domain, posterior.condition(d[:times]).mean).ravel(), mean, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.thorough
 def test_a_mean_that_is_changed_in_place(case):
     """The caller owns it: later samples and means are about the same mean."""
     domain, posterior, dense, d = case
@@ -96,6 +98,8 @@ def test_exact_variances(case):
     np.testing.assert_allclose(whole(domain, posterior.variance(of=weights)), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.few(1)
+@pytest.mark.one_rank
 def test_estimated_variances(case):
     domain, posterior, dense, d = case
     expected = np.diag(dense.conditioned(d)[1]).reshape(N, *SHAPE)
@@ -104,6 +108,8 @@ def test_estimated_variances(case):
     assert np.abs(deviations).max() < 5.0 and abs(deviations.mean()) < 1.0 and 0.7 < deviations.std() < 1.4
 
 
+@pytest.mark.few(1)
+@pytest.mark.one_rank
 def test_samples(case):
     domain, posterior, dense, d = case
     mean, covariance = dense.conditioned(d[:3])
@@ -185,6 +191,7 @@ def test_invalid_arguments(case, rank, size, monkeypatch):
         LinearPosterior(F, prior, 1.0)
 
 
+@pytest.mark.thorough
 def test_gradient_vanishes_at_the_mean_of_many_sources():
     """30,720 sources, 600 data: the gradient of the negative log density, through the time loop and not through F."""
     domain, n, a, noise = mpiad.Domain((32, 32)), 30, 0.7, 0.05
@@ -218,6 +225,8 @@ def test_gradient_vanishes_at_the_mean_of_many_sources():
     assert at_mean < 1e-8 * elsewhere
 
 
+@pytest.mark.one_rank
+@pytest.mark.few(1)
 def test_noise_below_rounding(case):
     """Two sensors at one place without noise to speak of: the covariance of the data is singular."""
     domain, posterior, _, _ = case

@@ -59,6 +59,7 @@ def with_jacobian(given: Any) -> Any:
     return given
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["mixed", *(pytest.param(name, marks=pytest.mark.one_rank) for name in list(GIVEN)[:-1])])
 def test_as_scipy(name: str, method: str, rank: int, size: int) -> None:

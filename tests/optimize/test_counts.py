@@ -48,7 +48,9 @@ def weighed(fun: Any, part: float) -> Any:
 
 
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("way", [pytest.param("one rank", marks=pytest.mark.one_rank), "equal", "distributed"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("one rank", marks=[pytest.mark.one_rank, pytest.mark.thorough]), "equal", "distributed"]
+)
 def test_evaluations_beside_scipy(way: str, rank: int, size: int) -> None:
     if way == "equal" and size & (size - 1):
         return  # a third of a number isn't exact: shares are as good as any others
@@ -79,7 +81,7 @@ def test_long_solves_on_one_rank(name: str, rank: int, size: int) -> None:
     assert np.max(np.abs(result.jac)) <= 1e-8
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("method", ["BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov"])
 def test_other_methods_beside_scipy(method: str, rank: int, size: int) -> None:

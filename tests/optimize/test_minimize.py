@@ -37,6 +37,7 @@ def limit(method: str) -> dict[str, int]:
     return {"maxfun": 400} if method == "TNC" else {"maxiter": 40}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_evaluates_as_in_scipy(method: str, rank: int, size: int) -> None:
     x0 = np.linspace(-1.0, 1.5, 6)
@@ -118,6 +119,7 @@ def test_root_s_variables_count(rank: int, size: int) -> None:
     assert all(np.array_equal(other, seen) for other in MPI.COMM_WORLD.allgather(seen))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["L-BFGS", "TNC", "SLSQP", "trust-constr"])
 @pytest.mark.parametrize("as_object", [False, True])
 def test_bounds(method: str, as_object: bool, rank: int) -> None:
@@ -284,6 +286,7 @@ def _rosenbrock(x: Any) -> Any:
     return anp.sum(100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
 
 
+@pytest.mark.few(5)
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"maxiter": 7}, {"maxfun": 9}])
 @pytest.mark.parametrize("method", METHODS)

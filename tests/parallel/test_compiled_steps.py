@@ -100,6 +100,7 @@ def has_the_same_bits_on_all_ranks(p):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options", [{}, {"bucket_bytes": 60, "clip_norm": 0.4}, {"reduction": "sum"}, {"accumulate": 3}], ids=str
 )
@@ -201,6 +202,7 @@ def test_compiled_and_interpreted_ranks_train_together():
     assert has_the_same_bits_on_all_ranks(p)
 
 
+@pytest.mark.thorough
 def test_programs_of_many_optimizers_are_not_kept():
     jitted, (x, y) = mpiad.jit(loss), next(batches())
     for k in range(20):

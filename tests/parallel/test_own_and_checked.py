@@ -79,6 +79,7 @@ def assert_close(p, exact):
         np.testing.assert_allclose(p["heads"][client], exact["heads"][client], rtol=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [20, 1 << 20])

@@ -14,6 +14,7 @@ def test_sum(rngs, size, dtype, shape, layout):
     check(mpiad.mpi_allreduce, reference.allreduce([shape] * size), xs, rngs)
 
 
+@pytest.mark.few(8)
 @pytest.mark.also_on(4)  # where the others' factors are an even number and one
 @each_array
 def test_product(rngs, size, dtype, shape, layout):

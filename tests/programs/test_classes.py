@@ -210,6 +210,7 @@ CASES = {
 CHANGES = [(fun, change) for fun, changes in CASES.items() for change in changes]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("fun", "change"), CHANGES)
 def test_values_and_derivatives_follow_the_class(fun: Callable, change: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     jitted = mpiad.jit(fun, strict=True)

@@ -42,7 +42,7 @@ def fields(a):
 CASES = [(fun, (Z, W, X)) for fun in (arithmetic, functions, choices, reductions)] + [(fields, (A,))]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("fun", "args"), CASES, ids=lambda case: getattr(case, "__name__", ""))
 def test_values_and_derivatives(fun, args):
     check_jit(fun, *args, outside=True)
@@ -88,6 +88,7 @@ def test_empty_arrays_and_numbers():
     check_jit(lambda z: (z * 1j, anp.real(z**2), anp.abs(z)), np.array(1 - 2j))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [7, 20_000], ids=["small", "large"])
 def test_second_derivatives(n):
     z, v = (np.exp(1j * np.arange(n) * k) * np.linspace(1, 2, n) for k in (1, 2))

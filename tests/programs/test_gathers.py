@@ -81,7 +81,7 @@ def test_other_dtypes(dtype):
         assert_same(masks(given), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @serial
 @pytest.mark.parametrize("kinds", [("i8", "i8"), ("i4", "i8"), ("i1", "u2"), ("i2", "u8")], ids=str)
 def test_index_arrays_as_arguments(kinds):

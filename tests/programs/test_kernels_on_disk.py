@@ -17,6 +17,7 @@ print(*{kernel.origin for kernel in entry.replays.kernels if kernel is not None}
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_a_second_process_finds_them(mpirun, tmp_path):
     cache = tmp_path / "kernels"

@@ -48,6 +48,7 @@ def test_one_part_at_several_places():
     check_jit(fun, np.linspace(0.0, 1.0, 5))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 33, 1000])
 def test_edges_at_every_length(n):
     """Shorter than the lanes of a sum, as long, and longer; a stencil that is all edge, and one with an inside."""
@@ -81,6 +82,7 @@ def by_lanes(row):
     return lanes[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("n", [31, 32, 47, 100])
 def test_folds_of_rows(n):
     x = np.random.default_rng(n).normal(size=(3, 4, n))

@@ -58,6 +58,7 @@ def test_fields_overwrite_those_that_are_not_needed_any_more(size):
             assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("length", [40, 150])
 def test_loops_that_overwrite_several_arrays(size, length):

@@ -136,7 +136,7 @@ ON_TWO = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @each_place
 @pytest.mark.parametrize("fun", ON_TWO, ids=lambda fun: fun.__name__)
 def test_primitives(fun, compiled, rank):
@@ -180,6 +180,8 @@ def test_complex_numbers(compiled, rank, caplog):
     assert not caplog.records
 
 
+@pytest.mark.few(1)
+@pytest.mark.one_rank
 @each_place
 @pytest.mark.unguarded
 def test_second_derivatives(compiled, rank, size):
@@ -535,6 +537,7 @@ def sent_along_a_line(x):
     return mpiad.mpi_send(y, rank + 1 if rank < size - 1 else MPI.PROC_NULL, tag=3) * y
 
 
+@pytest.mark.each_value
 @each_place
 @pytest.mark.parametrize("fun", [along_a_line, sent_along_a_line])
 @pytest.mark.parametrize("length", [6, 512, 700])

@@ -103,7 +103,7 @@ def observed(x):
 EVERYWHERE, MIXED = (lambda rank: True), (lambda rank: rank != 1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fun, compiled",
     [

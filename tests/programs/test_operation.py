@@ -68,7 +68,7 @@ COMPOSITIONS = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("length", [3, 1500])
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_up_to_order_three(name, length, rank, size, rank_rng):
@@ -191,6 +191,7 @@ def _slices(u, first):
     return anp.concatenate([u[:, :1], inner * f[2:, 1:-1] + f[:-2, 1:-1], u[:, -1:]], axis=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("loop", [False, True])
 def test_derivatives_of_slices_are_compiled(monkeypatch, loop, rng):

@@ -46,7 +46,7 @@ def program(steps, fields, scalars, shifted, divide):
     return fields
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.also_on(1, 2, 3, 4)
 @pytest.mark.parametrize("real", [np.float64, np.float32])
 @pytest.mark.parametrize("seed", range(3))

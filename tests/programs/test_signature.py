@@ -106,6 +106,7 @@ CONSTANTS = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_integers_that_shapes_and_comparisons_depend_on_are_constants(name):
     """In values and in derivatives: a replay with another integer would have the shape or the branch of the trace."""

@@ -116,7 +116,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.unguarded  # under a watch nothing is prepared
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_tiles_compute_the_same_bits(name, rank, rank_rng, size, monkeypatch):

@@ -369,6 +369,7 @@ def test_single_precision_is_rounded_before_doubles_read_it():
     assert np.max(np.abs(y - y.astype(np.float32))) > 1e-9
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "fun",
     [
@@ -624,6 +625,7 @@ OF_NUMBERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.one_rank
 @pytest.mark.parametrize("k", [1, 3, 1.5, 3.0, True])
 @pytest.mark.parametrize("name", OF_NUMBERS)
@@ -640,6 +642,7 @@ def below(x, n):
     return x * (1 / n)
 
 
+@pytest.mark.few(8)
 @pytest.mark.one_rank
 @pytest.mark.parametrize("entries", [3, 20_000])  # a function of a large array is compiled before it runs
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def _written_out(observe):
     return loss
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("checkpoints", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,6 +268,7 @@ def _observed(u, a):
     return anp.stack(rows)
 
 
+@pytest.mark.thorough
 def test_one_rank_may_interpret(lengths):
     """The others run the same messages in programs of several steps."""
 
@@ -329,6 +330,7 @@ def test_a_plain_step_stays_interpreted_and_the_advice_is_given_once(caplog):
     assert f"test_functions_around_jitted.py:{step.__code__.co_firstlineno}" in record.getMessage()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpoints", [None, 3])
 def test_a_step_with_many_calls_of_jitted_functions_is_not_compiled_by_itself(caplog, monkeypatch, checkpoints, compiled):
@@ -412,6 +414,7 @@ def test_loops_that_only_forward_mode_has_run_have_several_steps_in_a_program(le
     np.testing.assert_allclose(tangent, du, rtol=1e-13)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("checkpoints", [None, 3])
 @pytest.mark.parametrize("around", [False, True])
 def test_loops_of_one_step_with_states_of_other_shapes_and_dtypes(around, checkpoints, rank):

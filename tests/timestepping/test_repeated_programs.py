@@ -69,6 +69,7 @@ def repetitions(monkeypatch):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("checkpoints", [None, 3, CheckpointSchedule(2, recorded=9)])
 @pytest.mark.parametrize("argnum", [0, 3, (1, 2), (0, 1, 2, 3)])
@@ -110,6 +111,8 @@ def test_calls_of_python_per_block():
     assert called[1] - called[0] <= 100 * (blocks[1] - blocks[0])
 
 
+@pytest.mark.one_rank
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpoints", [None, 3])
 def test_values_and_other_derivatives(repetitions, checkpoints):
     args, v = (START, FORCES, SPEED, 0.7), (RNG.standard_normal(CELLS), 0.3)

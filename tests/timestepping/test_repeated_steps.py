@@ -134,6 +134,7 @@ def test_second_derivatives_and_further_reverse_passes_are_compared():
             pull(1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.serial
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *LOSSY])
 @pytest.mark.parametrize("compiled", [False, True])

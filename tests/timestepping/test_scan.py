@@ -125,6 +125,7 @@ def test_gradient_of_a_gradient_is_that_of_the_whole_grid(kept):
     agrees(mpiad.grad(squares, objective="sum")(mine(whole.point)), plain_grad(expected)(whole.point))
 
 
+@pytest.mark.thorough
 def test_gradient_passes_the_taylor_test():
     point = mine(Whole().point)
     check_grads(lambda args: loss(args, 2), point, objective="sum")
@@ -147,6 +148,7 @@ def test_a_kept_jacobian_multiplies_as_that_of_the_whole_grid():
     np.testing.assert_allclose(total, plain_jvp(whole.loss)(whole.point)(whole.along)[1], rtol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_compiled", [lambda rank: False, lambda rank: rank % 2 == 0], ids=["interpreted", "compiled"])
 def test_batches_of_products(is_compiled):
     """Of the last state and the observed values; a batch runs as many steps as one product."""
@@ -435,6 +437,7 @@ def test_no_steps_return_the_state():
     assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jitted"])
 @pytest.mark.parametrize("checkpoints", [1, 2, 5, CheckpointSchedule(2, recorded=3)], ids=str)

@@ -103,6 +103,7 @@ def arguments(steps):
 SCHEDULES = [1, 4, 100, CheckpointSchedule(2, recorded=5), CheckpointSchedule(1, recorded=40)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("steps", [1, 11, 40])
 @pytest.mark.parametrize("checkpoints", SCHEDULES, ids=str)
 def test_values_and_gradients(checkpoints, steps, by_commands):
@@ -192,6 +193,7 @@ def by_hand(advance, steps, u, *params):
     return u
 
 
+@pytest.mark.few(5)
 @pytest.mark.serial
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
 @pytest.mark.parametrize("start", [0.3, START], ids=["number", "array"])

@@ -50,6 +50,7 @@ def derivative(*directions):
     return whole(*[x + 1e-30j * d for x, d in zip((START, FORCE, RATES), directions)]).imag / 1e-30
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "checkpoints", [None, 5, CheckpointSchedule(3, recorded=6), CheckpointSchedule(2, recorded=20)], ids=str
 )
@@ -77,6 +78,7 @@ def test_values_and_derivatives(checkpoints):
     assert any(key[0] is look.fun and made.operations for key, made in advance._derived.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 def test_the_length_of_programs_does_not_depend_on_what_runs_first():
     """Before the first gradient, the number of its operations is estimated."""

@@ -36,6 +36,7 @@ def gap(params):
     return ratio, 0.5 * np.sum(ratio**2 + move**2 - 1 - 2 * np.log(ratio))
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 def test_the_posterior_reported_is_near_the_exact_one_whatever_the_draws():
     found = [fitted(seed, n_samples=1000) for seed in range(5)]

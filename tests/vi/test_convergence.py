@@ -34,6 +34,7 @@ def fitted(family, epochs=200, loss=correlated, **options):
     return inference.run(None, epochs, **options)
 
 
+@pytest.mark.one_rank
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("family, is_suitable", [(MeanFieldGaussian, False), (FullRankGaussian, True)])
 def test_k_hat_tells_a_family_without_the_posteriors_correlation(family, is_suitable, caplog):
@@ -77,6 +78,7 @@ def test_the_mean_of_the_weights_is_the_evidence_of_the_tempered_likelihood(w):
     assert np.all(weights > 0)
 
 
+@pytest.mark.one_rank
 def test_an_objective_that_still_falls_is_told_and_one_that_has_converged_is_not(caplog):
     far = lambda theta, data: 8 * anp.sum((theta - 3.0) ** 2)  # noqa: E731
     posterior = MeanFieldGaussian(2, sd=0.2)

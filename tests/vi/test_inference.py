@@ -85,6 +85,7 @@ def test_the_best_parameters_stay_where_an_optimizer_overwrites_them():
         np.testing.assert_array_equal(start[name], value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("divergence", ["closed", "draws"])
 def test_noisier_estimators_reach_it_roughly(divergence):
     model, epochs = Conjugate(2), 120
@@ -112,6 +113,7 @@ def test_score_functions_serve_models_without_a_gradient():
     np.testing.assert_allclose(np.exp(result.params["log_sd"]), sd, rtol=0.25)
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 def test_flows_reach_it_too():
     model, epochs = Conjugate(2), 250

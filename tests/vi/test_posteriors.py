@@ -37,6 +37,7 @@ def shaken(posterior, size=0.25):
     return build([x + size * rng.normal(size=np.shape(x)) if np.asarray(x).dtype.kind == "f" else x for x in leaves])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_densities_integrate_to_one(family, dim):

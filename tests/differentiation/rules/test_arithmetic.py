@@ -50,7 +50,7 @@ def test_both_operands(op, shapes):
         check_binary(op, operand(a), operand(b, seed=1))
 
 
-@pytest.mark.few(32)
+@pytest.mark.few(18)
 @pytest.mark.parametrize("b", DTYPES)
 @pytest.mark.parametrize("a", DTYPES)
 @pytest.mark.parametrize("op", BINARY)

@@ -56,6 +56,7 @@ def test_tanh_far_from_zero():
     check(np.tanh, numpy.array([-30.0, 12.0, 5.0, 1e-8]))
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [*REAL, numpy.complex128])

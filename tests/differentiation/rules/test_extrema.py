@@ -37,6 +37,7 @@ def test_negative_axes_in_tuples(axes):
     check(lambda x: np.max(x, axis=axes), x, reference=lambda x: np.max(x, axis=positive), mixed=False)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("axis", [None, 0, 1, (0, 1)], ids=str)
 @pytest.mark.parametrize("fun", EXTREMA)
 @pytest.mark.parametrize("ties", ["none", "some", "most"])
@@ -92,6 +93,7 @@ def test_methods_and_scalars():
     check(lambda x: np.max(x) * 2.0, numpy.float64(2.0))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32])
 @pytest.mark.parametrize("fun", CHOICES)
 def test_choices(fun, dtype):

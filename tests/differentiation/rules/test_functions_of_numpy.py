@@ -58,6 +58,7 @@ def _hessian_of_modulus(z, v):
     return numpy.conj(v / r - z * numpy.real(numpy.conj(z) * v) / r**3)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("order", [1, 1.5, 2.5, 3])
 def test_norms_of_vectors_with_zeros(order, compiled):
@@ -90,7 +91,7 @@ def norms():
             yield shape, order, axis
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [float, complex])
 @pytest.mark.parametrize("power", [1, 2])
@@ -374,6 +375,7 @@ def test_methods_and_operators(text, some):
     assert table.keys() == derivative_sweep.calls_by_name(getattr(derivative_sweep, text)).keys()
 
 
+@pytest.mark.few(1)
 @pytest.mark.interpreted  # compiled functions are among the outcomes
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])

@@ -26,7 +26,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.few(39)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32, numpy.complex128])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("fun", [np.dot, np.matmul, operator.matmul])

@@ -55,6 +55,7 @@ def test_traced_scalar_exponent():
     check(lambda y: positive((3,)) ** y, numpy.float64(2.0))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.complex128])
 @pytest.mark.parametrize("n", [0, 1, 2, 0.0, 1.0, numpy.array(0.0), numpy.array([0, 1, 2, 0])], ids=repr)
 def test_zero_base_with_an_exponent_that_jit_takes_as_input(n, dtype):

@@ -20,6 +20,7 @@ def test_axes(fun, axis, keepdims, dtype):
     check(lambda x: fun(x, axis=axis, keepdims=keepdims), x, floor=1.0)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fun", [np.sum, np.mean])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (5,), (1, 3), (3, 1)], ids=str)
 def test_shapes(fun, shape):

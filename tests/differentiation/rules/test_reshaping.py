@@ -94,6 +94,7 @@ def test_scalars():
     check(lambda x: x.T, numpy.float64(2.0))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("sections", [[2, 1], [3, 1, 2], [-1, 1], [4, 0], [5, 2], (1, 3), 2])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_split_at_indices_that_decrease(sections, compiled):

@@ -40,6 +40,7 @@ def scipys(name: str) -> scipy.optimize.OptimizeResult:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.one_rank  # that several take as many is `test_minimisers_agree_with_one_rank`
 def test_evaluations_beside_scipy(rank: int, size: int, request: pytest.FixtureRequest) -> None:
@@ -112,6 +113,7 @@ def test_log_barriers_from_far_away(far: float, n: int, rank: int, size: int) ->
     assert left > 0 and result.nfev <= 35, (result.nfev, result.message)
 
 
+@pytest.mark.thorough
 def test_log_barriers_with_bounds(rank: int, size: int) -> None:
     c = cut(np.linspace(1.0, 100.0, 40), rank, size)
     # The domain ends within the bounds, the minimisers of a few variables lie beyond them.

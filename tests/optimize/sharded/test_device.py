@@ -173,6 +173,7 @@ def test_bounds_add_no_copies_but_themselves():
     assert transfers.h2d_bytes <= 8 * 11 * found.nit + 2 * 8 * 2 * _N
 
 
+@pytest.mark.thorough
 def test_bounded_pieces_of_some_ranks_may_be_on_the_host():
     put, bounds = (np.asarray, None) if _RANK % 2 else (on_device, _bounds())
     host, found = _solved(np.asarray, bounds=bounds), _solved(put, bounds=bounds)
@@ -188,6 +189,7 @@ def test_a_bounded_solve_goes_on_as_if_never_stopped(tmp_path):
     np.testing.assert_array_equal(on_host(again.x["b"]), on_host(whole.x["b"]))
 
 
+@pytest.mark.thorough
 def test_products_of_free_variables_are_taken_in_stretches(monkeypatch):
     whole = _solved(on_device, bounds=_bounds())
     monkeypatch.setattr("mpiad.optimize.sharded.vectors._MAX_COLUMNS", 64)

@@ -48,6 +48,7 @@ def solve(fun: Any, start: Any, low: Any, high: Any, rank: int, size: int, **key
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_the_beam_of_the_88_line_code_after_50_iterations(rank: int, size: int) -> None:
     """The compliance is that of mmapy 0.3.1 in one process.
@@ -280,6 +281,7 @@ def test_constraints_that_cannot_be_met_are_one_error_on_all_ranks(kind: str, ra
     np.testing.assert_allclose(joined(result.x), 7.9 / 8, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_constraints_that_short_conservative_steps_approach_can_be_met(rank: int, size: int) -> None:
     """The curvature of the first term shortens the steps of both variables, far from the constraint."""
     given = {"type": "ineq", "fun": gathered(lambda x: 0.5 - 100.0 * x[0] ** 2 - x[1])}

@@ -59,6 +59,7 @@ def bounds_of(bounded: bool) -> Any:
     return [(-2.0, 0.7)] * (4 + 2 * mpiad.mpi_rank()) if bounded else None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bounded", [False, True])
 def test_limits_that_are_raised_change_nothing_else(bounded: bool, folder: Path, unbroken: Any) -> None:
     bounds = bounds_of(bounded)
@@ -205,6 +206,7 @@ def on_blocks(method: str, limit: int, checkpoint: Any, comm: Any, slope: float 
     return result, mpiad.mpi_bcast(domain.gather(result.x["real"]), comm=comm)
 
 
+@pytest.mark.each_value
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", [METHOD, "Newton-CG-sharded"])
 @pytest.mark.parametrize("run", [in_pieces, on_blocks])
