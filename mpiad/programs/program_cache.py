@@ -135,7 +135,20 @@ def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     body = ["try:", *indented(lines), "except ArithmeticError:", "    return False", f"return {' and '.join(checks)}"]
     text = "\n".join(["def admits(given):", *indented(body)])
     exec(compile(text, str(Path(__file__).with_name("<numbers>")), "exec"), names)
+    names["admits"].places = tuple(inputs.values())  # of the arguments that it reads
     return names["admits"]
+
+
+def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[Any]) -> bool:
+    """Return whether a program can compute with each of some numbers as its first argument, and the other arguments."""
+    others = tuple([(k, getattr(given[k], "item", lambda x=given[k]: x)()) for k in admits.places if k])
+    return _admits_all(admits, numbers, others)
+
+
+@functools.lru_cache(maxsize=256)
+def _admits_all(admits: Any, numbers: Sequence[int], others: tuple) -> bool:
+    given: dict[int, Any] = dict(others)
+    return all(admits(given | {0: number}) for number in numbers)
 
 
 # Returns `parts` and `build` of `Entry`.

@@ -16,7 +16,7 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.programs.calls_on_tape import is_simple, require_plain
-from mpiad.programs.program_cache import Entry, ProgramCache, count
+from mpiad.programs.program_cache import Entry, ProgramCache, admits_all, count
 from mpiad.programs.replay import Replay
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
@@ -81,10 +81,10 @@ class RepeatedProgram:
         return recording
 
     def _first_arguments(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Any] | None:
-        """Return the arguments of the first call; None if the program can't compute with the first or the last number."""
+        """Return the arguments of the first call; None if the program can't compute with one of the numbers."""
         inputs, admits = self._arguments(first, 0, state, entries), self.entry.admits
-        last = first + (calls - 1) * self.steps
-        if admits is not None and not (admits(inputs) and (calls == 1 or admits([last, *inputs[1:]]))):
+        numbers = range(first, first + calls * self.steps, self.steps)
+        if admits is not None and not admits_all(admits, numbers, inputs):
             return None
         note_channels(self.entry.channels)
         return inputs

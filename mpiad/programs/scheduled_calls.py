@@ -7,7 +7,10 @@ made once for a loop, and runs in each gradient.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import count as counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.commands import Commands
 from mpiad.programs.fixed_replay import FixedReplay, MessageCounts, Unsuitable
-from mpiad.programs.program_cache import Entry, count
+from mpiad.programs.program_cache import Entry, admits_all, count
 from mpiad.programs.repeated_calls import RepeatedProgram
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import is_watched
@@ -26,11 +29,12 @@ from mpiad.transport.core.tracing import note_channels
 # the calls takes little of the time of larger steps.
 _MOST = 1 << 23
 _MOST_COMMANDS = 1 << 16  # which are made in some tenths of a second
-# Commands return to Python after some bytes of states, so that interrupts arrive.
-_UNINTERRUPTED = 1 << 18
-# The number of gradients before the commands are made, which takes as long as some gradients; and the number of schedules
-# whose commands are kept.
-_FIRST, _KEPT = 2, 4
+# Commands return to Python after about so many seconds, so that interrupts arrive.
+_UNINTERRUPTED = 1e-3
+_FIRST = 2  # the number of gradients before the commands are made, which takes as long as some gradients
+# The number of schedules of a loop that are known, and the bytes of those with commands. A schedule that no gradient has
+# used for some time gives way to others.
+_KNOWN, _BYTES, _LONG = 64, 4 * _MOST, 256
 # A step, the values of all leaves, those of the forward run, and whether they are observed.
 Compared: TypeAlias = tuple[int, Sequence[Array], Sequence[Array], bool]
 
@@ -40,7 +44,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.free: list[ScheduledCalls] = []
-        self.runs = 0  # the number of gradients
+        self.runs = self.bytes = 0  # the number of gradients, and the memory of all calls
+        self.last = 0  # when a gradient last asked for calls, in the number of requests
         self.is_unsuitable = False
 
 
@@ -58,7 +63,7 @@ class ScheduledCalls:
     """
 
     def __init__(self, programs: Mapping[int, Programs], steps: int, pool: Pool):
-        self._programs, self._steps, self.pool, self._bytes = programs, steps, pool, 0
+        self._programs, self.pool, self.bytes = programs, pool, 0
         self._commands, self._counts, self._later_counts = Commands(), MessageCounts(), MessageCounts()
         self._replays: dict[tuple[int, int], FixedReplay] = {}  # by steps, and by place in a reversed block; -1: forward
         self._calls: dict[int, FixedReplay] = {}  # by command
@@ -66,11 +71,12 @@ class ScheduledCalls:
         self._stored: dict[int, list[Array]] = {}
         self._free: list[list[Array]] = []  # memory for states
         self._middle = 0  # the first command of the reverse pass
+        self._together = 8  # the number of commands between two calls of Python
         self._communications = {False: 0, True: 0}  # those of the reverse pass at True
         self._entries: dict[int, Array] = {}  # arguments with an entry per step, in the current gradient, by place
         self._shared: dict[int, Array] = {}  # arguments that all calls read, by place
         entries = entries_of(programs)
-        self._tests = [entry.admits for entry in entries if entry.admits is not None]
+        self._starts: dict[Any, set[int]] = {}  # the first steps of the calls of programs with a test, by the test
         self.channels = {used for entry in entries for used in entry.channels}
         self.communicates = any(entry.communicates for entry in entries)
         scratch = max(entry.replays.scratch.size for entry in entries)
@@ -86,8 +92,8 @@ class ScheduledCalls:
         self._sums = self._new([np.broadcast_to(x[:1], (steps, *x.shape[1:])) if entry else x for x, entry in others])
 
     def _new(self, like: Sequence[Any]) -> list[Array]:
-        self._bytes += sum(x.nbytes for x in like)
-        if self._bytes > _MOST:
+        self.bytes += sum(x.nbytes for x in like)
+        if self.bytes > _MOST:
             raise Unsuitable
         return [np.zeros(x.shape, x.dtype) for x in like]
 
@@ -177,6 +183,8 @@ class ScheduledCalls:
         before, is_later = len(self._commands), self._middle > 0
         replay.append_call(self._commands, self._later_counts if is_later else self._counts, part, start)
         self._calls |= dict.fromkeys(range(before, len(self._commands)), replay)
+        if program.entry.admits is not None:
+            self._starts.setdefault(program.entry.admits, set()).add(start)
         self._communications[is_later] += program.entry.communications
         if len(self._commands) > _MOST_COMMANDS:
             raise Unsuitable
@@ -210,8 +218,12 @@ class ScheduledCalls:
         self._copy(self._seeds, made[program.place : end])
 
     def admits(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the programs can compute with these arguments."""
-        return all(admits([number, *leaves[1:]]) for admits in self._tests for number in (0, self._steps - 1))
+        """Return whether the programs can compute with these arguments, and with the number of each step."""
+        return all(admits_all(admits, starts, leaves) for admits, starts in self._tests)
+
+    @cached_property
+    def _tests(self) -> list[tuple[Any, tuple[int, ...]]]:
+        return [(admits, tuple(starts)) for admits, starts in self._starts.items()]
 
     def forward(self, leaves: Sequence[Any]) -> list[Array]:
         """Run the loop with these arguments; return the last state, followed by the observed values of all steps."""
@@ -244,10 +256,14 @@ class ScheduledCalls:
         note_channels(self.channels)
         counts.begin()
         count(self._communications[start > 0])
-        most = 8 * max(_UNINTERRUPTED // max(sum(x.nbytes for x in self._state), 1), 1)
         while start < stop:
-            end = min(start + most, stop)
+            end, began = min(start + self._together, stop), time.perf_counter()
             at = start = self._commands.run(start, end)
+            seconds = time.perf_counter() - began
+            if seconds > 2 * _UNINTERRUPTED:
+                self._together = max(self._together // 2, 1)
+            elif seconds < _UNINTERRUPTED / 2 and end < stop:
+                self._together *= 2
             if at < end:
                 if at in self._calls:
                     self._calls[at].fail()
@@ -274,18 +290,27 @@ def scheduled(
         return None
     known = reverse.entry.scheduled
     key = steps, schedule, *entries_of(programs)
-    if key not in known and len(known) >= _KEPT:
-        known.clear()
-    pool = known.setdefault(key, Pool())
-    pool.runs += 1
+    pool = known[key] = known.pop(key, None) or Pool()  # the latest request is the last
+    pool.runs, pool.last = pool.runs + 1, next(_requests)
+    if len(known) > _KNOWN:
+        del known[next(iter(known))]
     if pool.is_unsuitable or pool.runs <= _FIRST:
         return None
     if pool.free:
         return pool.free.pop()
+    for each, other in [*known.items()]:
+        if pool.last - other.last > _LONG:
+            del known[each]
+    if sum(other.bytes for other in known.values()) > _BYTES:
+        return None
     try:
         made = ScheduledCalls(programs, steps, pool)
         append(made)
     except Unsuitable:
         pool.is_unsuitable = True
         return None
+    pool.bytes += made.bytes
     return made
+
+
+_requests = counter()

@@ -280,3 +280,91 @@ def test_states_whose_parts_change_places(checkpoints, by_commands):
         of_part = sum(np.sum((i + 1) * x**2) for i, x in enumerate((*last, *seen)))
         np.testing.assert_allclose(np.sum(slope * part), 2 * of_part, rtol=1e-13)
     assert len(by_commands) >= 2 * HAS_COMMANDS
+
+
+def hashed(u, k):
+    """A step with a pseudo-random number of the step, whose product is above 2⁶³ in some steps."""
+    h = k * 2654435761 % 2**32
+    return 0.9 * u + 1e-3 * (h * h // 2**16 % 1000) * anp.sin(u)
+
+
+def power(u, k):
+    """A step whose number is above 2⁶³ in the middle of the loop only."""
+    w = (k * (13 - k)) ** 3
+    return 0.9 * u + 1e-3 * (w * w * w * w % 1000) * anp.sin(u)
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+@pytest.mark.parametrize("advance, steps", [(hashed, 15), (hashed, 29), (power, 14)])
+def test_numbers_that_overflow_in_some_steps_are_those_of_python(advance, steps, recorded):
+    """Python's integers have any size, which machine code's have not."""
+    step, start = mpiad.jit(advance), np.array([0.3, 0.5]) + RANK
+    loss = lambda u: anp.sum(scan(step, u, steps, checkpoints=CheckpointSchedule(2, recorded=recorded)) ** 2)  # noqa: E731
+    expected, along = start + 1e-30j * np.cos(start), np.cos(start)
+    for k in range(steps):
+        expected = advance(expected, k)
+    expected = np.sum(expected**2)
+    for _ in range(5):
+        value, gradient = mpiad.value_and_grad(loss, comm=MPI.COMM_SELF)(start)
+        np.testing.assert_allclose(value, expected.real, rtol=1e-13)
+        np.testing.assert_allclose(gradient @ along, expected.imag / 1e-30, rtol=1e-12)
+
+
+@pytest.mark.parametrize("advance, error", [(lambda u, k: u + 3 / (7 - k), ZeroDivisionError)])
+def test_errors_of_numbers_in_some_steps_are_raised_in_each_gradient(advance, error):
+    step = mpiad.jit(lambda u, k: 0.8 * u + 0.1 * anp.tanh(advance(u, k)))
+    schedule = CheckpointSchedule(2, recorded=2)
+    gradient = lambda n: mpiad.grad(lambda u: anp.sum(scan(step, u, n, checkpoints=schedule) ** 2), comm=MPI.COMM_SELF)  # noqa: E731
+    gradient(4)(np.ones(2))
+    for _ in range(5):
+        with pytest.raises(error):
+            gradient(14)(np.ones(2))
+
+
+def test_loops_of_many_lengths_have_commands(by_commands):
+    step, lengths = mpiad.jit(lambda u, k, p: u + 0.1 * p * anp.sin(u)), range(10, 20)
+
+    def loss(u, p):
+        return sum(anp.sum(scan(step, u, n, p, checkpoints=2) ** 2) for n in lengths)
+
+    def expected(u, p):
+        total = 0.0
+        for n in lengths:
+            v = u
+            for _ in range(n):
+                v = v + 0.1 * p * np.sin(v)
+            total += np.sum(v**2)
+        return total
+
+    for k in range(5):
+        by_commands.clear()
+        u, p = np.array([0.3, 0.5 + RANK]), 0.2 + 0.1 * k
+        found = mpiad.grad(loss, 1, comm=MPI.COMM_SELF)(u, p)
+        np.testing.assert_allclose(found, expected(u, p + 1e-30j).imag / 1e-30, rtol=1e-12)
+    assert len(by_commands) == (len(lengths) if HAS_COMMANDS else 0)
+
+
+def test_commands_that_take_long_let_interrupts_arrive(monkeypatch):
+    """By a clock that advances by a second at each look."""
+    step, together = mpiad.jit(lambda u, k: 0.9 * u + 0.1 * anp.sin(u)), []
+    run = scheduled_calls.Commands.run
+    monkeypatch.setattr(scheduled_calls.time, "perf_counter", iter(range(10**9)).__next__)
+    monkeypatch.setattr(
+        scheduled_calls.Commands, "run", lambda commands, k, end: together.append(end - k) or run(commands, k, end)
+    )
+    for _ in range(5):
+        mpiad.grad(lambda u: anp.sum(scan(step, u, 30, checkpoints=3) ** 2), comm=MPI.COMM_SELF)(np.ones(3))
+    assert not HAS_COMMANDS or together[-1] == 1
+
+
+@pytest.mark.parametrize("advance", [lambda f: f, mpiad.jit])
+def test_parameters_that_are_no_arrays(advance):
+    def relax(u, k, rate, scheme, flag, nothing):
+        return u + rate * anp.sin(u) if scheme == "euler" and flag and nothing is None else u
+
+    loss = lambda rate: anp.sum(scan(step, np.ones(3), 9, rate, "euler", True, None, checkpoints=2) ** 2)  # noqa: E731
+    step, u, rate = advance(relax), 1.0 + 0j, 0.1 + 1e-30j
+    for _ in range(9):
+        u = u + rate * np.sin(u)
+    for _ in range(5):
+        np.testing.assert_allclose(mpiad.grad(loss, comm=MPI.COMM_SELF)(0.1), (3 * u**2).imag / 1e-30, rtol=1e-12)
