@@ -463,7 +463,7 @@ __divmod__: divmod(x, 0.7)[1] * x; __rdivmod__: divmod(2.1, x)[1] || divmod(a, x
 # Their results are constants: the derivative is that of x, which is a factor.
 CONSTANT_METHODS = """
 all: x * x.all(); any: x.any() * x; argmax: x * x.argmax(); argmin: x * (1.0 + x.argmin(0)); argpartition: x * x.argpartition(1); argsort: x * x.argsort(); nonzero: x * x.nonzero()[0].sum(); round: x * x.round()
-searchsorted: np.array([0.3, 2.1]).searchsorted(x) * x || x * x.searchsorted(0.1); shape: x * x.shape[-1]; ndim: x * x.ndim; size: x * x.size; itemsize: x * x.itemsize; nbytes: x * (x.nbytes / 100); strides: x * x.strides[0]; dtype: x * x.dtype.itemsize
+searchsorted: np.array([0.3, 2.1]).searchsorted(x.real) * x || x * x.searchsorted(0.1); shape: x * x.shape[-1]; ndim: x * x.ndim; size: x * x.size; itemsize: x * x.itemsize; nbytes: x * (x.nbytes / 100); strides: x * x.strides[0]; dtype: x * x.dtype.itemsize
 flags: x * (1.0 + x.flags.c_contiguous); device: x * len(x.device); __len__: x * len(x); __contains__: x * (1.0 + (0.5 in x))
 __floordiv__: x * (x // 0.7); __rfloordiv__: x * (2.1 // x) || a // x * x; __bool__: (x if x.sum() > 0.1 else 2.0 * x) ** 2; __round__: x * round(x, 1) || x * round(x)
 __lt__: x * (x < 0.5); __le__: x * (x <= 0.5); __gt__: x * (x > 0.5); __ge__: x * (x >= 0.5); __eq__: x * (x == 0.5); __ne__: x * (x != 0.5)

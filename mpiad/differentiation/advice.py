@@ -34,6 +34,11 @@ NO_CONVERSION_BY_ENTRY = (
     "instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of plain NumPy's, and "
     f"pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
 )
+NO_COMPLEX_CONVERSION = (
+    "Plain NumPy can't convert traced complex values: it would make an array of objects, and take the array itself as its "
+    "real part. Call the functions of autograd.numpy instead of plain NumPy's, and write np.dot(a, x) instead of a.dot(x). "
+    f"{_NO_ASSIGNMENT}"
+)
 _NO_TRACED_ENTRIES = (
     "A sparse matrix of SciPy can't hold traced entries: write its product with a vector as "
     "mpiad.segment_sum(entries * x[columns], rows, number_of_rows)."
@@ -46,6 +51,8 @@ _NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
     f"autograd.numpy as np) and autograd.scipy, or {_STOP}"
 )
+# Of an argument of a function, and of an element of a complex array.
+_NO_NUMBER = f"{_NO_PLAIN_NUMPY} {_NO_ASSIGNMENT}"
 _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
@@ -61,6 +68,7 @@ _ADVICE = (
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'|bincount can't be", _SUMS),
     (r"mpi_\w+\(\) (got multiple values|takes .*positional)", _OTHER_ARGUMENTS),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
+    (r"must be real number, not '?\w*Box", _NO_NUMBER),
     (r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object", _NO_TRACED_ENTRIES),
     (r"no supported conversion for types: .*O|w\.r\.t\. type <class 'scipy\.sparse", _NO_SPARSE),
     (

@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function
 from mpiad.device.boxes import DeviceBox
-from mpiad.differentiation.advice import NO_CONVERSION_BY_ENTRY
+from mpiad.differentiation.advice import NO_COMPLEX_CONVERSION, NO_CONVERSION_BY_ENTRY
 from mpiad.differentiation.forward import TangentNode
 from mpiad.differentiation.tape import OrderedNode
 from mpiad.transport.core import calls
@@ -80,15 +80,18 @@ def _astype(x: Array, dtype: Any, *args: Any, **kwargs: Any) -> Array:
 
 
 def _conversion(x: Array) -> Function:
-    # NumPy itself makes an array of numbers from an array without entries, and keeps a number as an object.
-    if not x.size or not x.ndim:
+    # NumPy itself makes an array of numbers from an array without entries, and keeps a real number as an object.
+    if not x.size or not x.ndim and x.dtype.kind != "c":
         raise AttributeError("only arrays with entries and axes have the attribute '__array__'")
     return partial(_array_of_entries, x)
 
 
 def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
     # The array that NumPy itself makes from a sequence of entries. A dtype of numbers is an error, and a caller may ask for
-    # objects; but without a dtype NumPy computes with objects, which is slow and can't be noticed otherwise.
+    # objects; but without a dtype NumPy computes with objects, which is slow and can't be noticed otherwise. For NumPy, an
+    # array of complex objects is its own real part.
+    if x.dtype.kind == "c" and (dtype is None or not x.ndim):
+        raise TypeError(NO_COMPLEX_CONVERSION)
     if dtype is None:
         caller, value = sys._getframe(1), getval(x)
         if hasattr(value, "recorder"):  # in a trace of `jit`, which refuses conversions by the user's code

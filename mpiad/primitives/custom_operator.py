@@ -84,6 +84,8 @@ class CustomOperator(Recorded):
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
+        # ``spec_of(*args)`` returns the `Spec` of the result if it follows from the specs of the arguments on this rank.
+        self.spec_of: Callable[..., Spec] | None = None
         # ``prepared(out, *args)`` returns None, or, for programs that run repeatedly, a function without arguments that
         # applies the operator to arrays `args` of at most 64 KiB, and writes the result to `out`, all contiguous and on the
         # host. It runs on whatever tape is open: it calls no differentiable function, and reports no call to debugging
@@ -110,6 +112,8 @@ class CustomOperator(Recorded):
             return NotImplemented
         if self.preserves_spec:
             return Spec(x.shape, x.dtype)
+        if self.spec_of is not None:
+            return self.spec_of(*args)
         if self.in_place is None or params:
             return NotImplemented
         made = tuple(self.in_place.made(*args[1:]))

@@ -285,6 +285,8 @@ def accumulate_ghosts(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
 _fetch = custom_operator(fetch_ghosts)
 # Fetching copies the owner's entry to each place that needs it, so its transpose adds the cotangents of all copies.
 _accumulate = defadjoint(_fetch, accumulate_ghosts)
+_fetch.spec_of = lambda x, ghosts: Spec((ghosts.n_needed, *x.shape[1:]), x.dtype)
+_accumulate.spec_of = lambda x, ghosts: Spec((ghosts.n_owned, *x.shape[1:]), x.dtype)
 
 
 def _swap(x: LocalArray, sent: _Parts, received: _Parts, comm: Comm) -> LocalArray:

@@ -127,8 +127,8 @@ class _Cotangents:
 
     def __init__(self, args: Arguments, active: Sequence[int], indices: Sequence[int], results: list[Array]):
         # `indices`: those of the variables of recorded steps among all leaves, the state first.
-        self._specs, self._active = list(map(spec_like, args.all())), active
-        states = len(args.state)
+        leaves, states, self._active = args.all(), len(args.state), active
+        self._specs = {k: spec_like(leaves[k]) for k in indices}
         self._state, self._observed = results[:states], results[states:]
         self._others, self._inputs = indices[states:], states + len(args.inputs)
         self._sums = {k: self._specs[k].zeros() for k in self._others}
@@ -147,7 +147,7 @@ class _Cotangents:
                 self._sums[k][span.first : span.stop] = g
             else:
                 self._sums[k] += conform(g, *self._specs[k])
-        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], self._specs)]
+        self._state = [conformed(g, spec) for g, spec in zip(cotangents[: len(self._state)], self._specs.values())]
 
     def of_arguments(self) -> list[Array]:
         """Return the cotangents of the active arguments, in their order."""

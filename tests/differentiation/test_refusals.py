@@ -261,6 +261,38 @@ def test_a_deep_copy_is_differentiated() -> None:
 
 
 @pytest.mark.interpreted  # jitted functions are refused
+@pytest.mark.parametrize("conversion", ["array", "stack", "dot", "outer"])
+def test_arrays_of_complex_objects_are_refused(conversion: str) -> None:
+    """NumPy takes them as their own real parts."""
+
+    def loss(t: Any) -> Any:
+        entries = [anp.cos(t), 1j * anp.sin(t) + 0.3]
+        psi = {
+            "array": lambda: np.array(entries),
+            "stack": lambda: np.stack(entries),
+            "dot": lambda: np.eye(2).dot(anp.array(entries)),
+            "outer": lambda: np.outer(np.ones(1), anp.array(entries))[0],
+        }[conversion]()
+        return anp.sum(psi.real**2)
+
+    np.testing.assert_allclose(loss(0.7), np.cos(0.7) ** 2 + 0.09, rtol=1e-14)
+    for derive in (mpiad.grad(loss), lambda t: mpiad.hvp(loss)(t, t), lambda t: mpiad.jvp(loss, t, t)):
+        with pytest.raises(TypeError, match=r"Plain NumPy can't convert traced complex values: .*np\.stack, np\.array"):
+            derive(0.7)
+
+
+def test_an_assignment_to_an_entry_of_a_complex_array_names_concatenate() -> None:
+    def loss(x: Any, dtype: type) -> Any:
+        y = np.zeros(4, dtype)
+        y[:2] = x
+        return anp.sum(anp.abs(y) ** 2)
+
+    for dtype, x in ((float, np.ones(2)), (complex, np.ones(2)), (complex, np.ones(2) + 1j)):
+        with pytest.raises((TypeError, ValueError), match="make a new array by np.concatenate, np.stack, np.array"):
+            mpiad.grad(loss)(x, dtype)
+
+
+@pytest.mark.interpreted  # jitted functions are refused
 def test_objects_in_place_of_a_traced_array_are_warned_of_once_per_line(caplog: pytest.LogCaptureFixture) -> None:
     a, x = np.arange(9.0).reshape(3, 3), np.array([1.0, -2.0, 3.0])
 
