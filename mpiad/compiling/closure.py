@@ -83,7 +83,7 @@ class Unknown(Exception):
 class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
-    constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections", "dataclasses"})
+    constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections", "copy", "dataclasses"})
 
     def __init__(self) -> None:
         self.reading = ""  # the expression in the user's code that is being read
@@ -514,7 +514,8 @@ def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
     reads, chains = [], _chains(code)
     for (operation, name, attributes), (following, attribute, _) in zip(chains, [*chains[1:], ("", "", ())]):
         if name == variable and not attributes and following == "STORE_ATTR":
-            raise Unknown(f"it assigns {variable}.{attribute}, whose value it should return instead")
+            text = "of an object from outside: return the value, or create the object inside"
+            raise Unknown(f"it assigns {variable}.{attribute} {text}")
         if operation == "LOAD_DEREF" if in_cell else operation in ("LOAD_FAST", "LOAD_FAST_BORROW"):
             reads += [attributes] if name == variable else []
         elif in_cell and operation in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CLOSURE", "MAKE_CELL"):

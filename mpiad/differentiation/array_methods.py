@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import autograd.numpy as anp
@@ -89,11 +90,16 @@ def _conversion(x: Array) -> Function:
 def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
     # The array that NumPy itself makes from a sequence of entries. A dtype of numbers is an error, and a caller may ask for
     # objects; but without a dtype NumPy computes with objects, which is slow and can't be noticed otherwise. For NumPy, an
-    # array of complex objects is its own real part.
-    if x.dtype.kind == "c" and (dtype is None or not x.ndim):
+    # array of complex objects is its own real part; autograd's functions take no parts.
+    caller, takes_objects = sys._getframe(1), dtype is not None and (x.ndim > 0 or np.dtype(dtype).kind == "O")
+    if x.dtype.kind == "c" and not takes_objects and not _is_for_autograd(caller):
         raise TypeError(NO_COMPLEX_CONVERSION)
+    if not x.ndim:
+        number = np.empty((), object)
+        number[()] = x
+        return number
     if dtype is None:
-        caller, value = sys._getframe(1), getval(x)
+        value = getval(x)
         if hasattr(value, "recorder"):  # in a trace of `jit`, which refuses conversions by the user's code
             if calls.user_frame(caller)[0] is caller:
                 value.__array__()
@@ -101,6 +107,13 @@ def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | Non
             _converting.add(line)
             _log.log(level_of_repeats(), "%s %s", line, NO_CONVERSION_BY_ENTRY)
     return np.array([*x], object if dtype is None else dtype, copy=copy)
+
+
+def _is_for_autograd(frame: FrameType | None) -> bool:
+    """Return whether autograd's wrappers call a function of plain NumPy."""
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("numpy."):
+        frame = frame.f_back
+    return frame is not None and name.startswith("autograd.")
 
 
 # The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.

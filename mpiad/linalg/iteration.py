@@ -181,7 +181,10 @@ def diagnosis(system: System) -> str:
     if constant and not contrast:
         return _SINGULAR + "."
     if system.settings.method == "cg" and (np.abs(product_12 - product_21) > 1e-6 * np.sqrt(scale * system.unknowns)).any():
-        return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
+        return (
+            "the operator isn't symmetric. Take method='gmres' or 'bicgstab'. If it averages copies of unknowns, and some "
+            "have more copies than others, divide its result and b by their numbers."
+        )
     if contrast:
         return (
             f"the operator's rows differ by a factor of {contrast:.0e} in size: a coefficient of extreme contrast, whereas "

@@ -343,6 +343,12 @@ class TracedArray:
         """Return a copy, by default in another order than `np.copy`."""
         return self.recorder.call(np.copy, (self, order), {})
 
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.copy()
+
     def flatten(self, order: str = "C") -> Any:
         """Return a copy with one axis."""
         return self.ravel(order).copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 import types
 from collections.abc import Callable
@@ -307,3 +308,33 @@ def test_an_ensemble_whose_f_creates_objects() -> None:
             ends = ensemble.solve(decay, rtol=1e-9, atol=1e-12, compile=compile).u_end
             np.testing.assert_allclose(ends, np.exp(-State.scale * p), rtol=1e-7)
     State.scale = 2.0
+
+
+class Curve:
+    def __init__(self, x: Any, rate: float) -> None:
+        self.x, self.rate, self.factors = x, rate, [2.0, 3.0]
+
+    def value(self) -> Any:
+        return self.factors[0] * anp.sin(self.rate * self.x)
+
+
+def test_copies_of_objects_and_of_traced_arrays() -> None:
+    """A shallow copy shares the list, and a deep one doesn't; changes in place of one array aren't the other's."""
+
+    def loss(x: Any) -> Any:
+        one = Curve(x * 2.0, 0.5)
+        other, deep = copy.copy(one), copy.deepcopy(one)
+        other.rate, deep.rate, deep.factors[0], other.factors[0] = 1.5, 0.25, 5.0, 4.0
+        y = copy.copy(x)
+        y += 1.0
+        z = copy.deepcopy(y)
+        z *= 2.0
+        deep.x += z
+        return anp.sum(one.value() ** 2 + 2 * other.value() + 3 * deep.value() * y)
+
+    steps = [loss(X + 1e-30j * e) for e in np.eye(5)]
+    jitted = mpiad.jit(loss, strict=True)
+    for _ in range(3):
+        np.testing.assert_allclose(jitted(X), steps[0].real, rtol=1e-14)
+        for fun in (jitted, loss):
+            np.testing.assert_allclose(mpiad.grad(fun)(X), np.imag(steps) / 1e-30, rtol=1e-12)

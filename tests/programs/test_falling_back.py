@@ -665,7 +665,7 @@ def slice_of_complex(x):
             r"dot returns an array of objects .*mpiad\.linalg\.sparse_matmul\(A, x\)",
         ),
         (importing, "an import statement in importing, which should stand outside of the function"),
-        (Recalling().total, r"Recalling.total: it assigns self.last, whose value it should return instead"),
+        (Recalling().total, r"Recalling.total: it assigns self.last of an object from outside"),
     ],
 )
 def test_the_advice_against_conversions(fun, message):
