@@ -63,7 +63,8 @@ def mpi_alltoall(
     -----
     All ranks of `comm` call it, with the same axis. Either all ranks pass `counts`, or none does; the same holds for
     `received`. With `counts` alone, all ranks raise an error of one of them before any data is sent. With `received`,
-    counts that don't match are detected in debug mode (``MPIAD_DEBUG=1``) only.
+    counts that don't match are detected under ``MPIAD_DEBUG=1`` or `MPIAD_TIMEOUT` only; otherwise entries that nobody sends
+    are zeros or earlier contents of memory, and MPI raises an error for too many.
 
     Adjoint
     -------

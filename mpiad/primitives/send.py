@@ -19,7 +19,7 @@ def mpi_send(x: Array, dest: Rank, *, tag: int = 0, comm: Comm = None) -> Array:
     ----------
     x : array or number
     dest : int
-        The receiver; None or `MPI.PROC_NULL` for no receiver.
+        The receiver, which may be this rank; None or `MPI.PROC_NULL` for no receiver.
     tag : int
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.

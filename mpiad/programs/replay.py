@@ -285,11 +285,14 @@ class Replay:
         found: Messages = {}
         numbered: set[int] = set()
         active: dict[int, list[Any]] = {}  # nodes of started receives, and what MPI matches
+        is_mixed = False  # whether an operator may receive the message of a receive that is posted at its wait
         for at, step in enumerate(self.schedule.steps):
             if isinstance(step, Loop) or step.in_place:
                 continue
             node = self.nodes[step.node]
             if node.kind != "communicate" or node.data.kind != "communicate":
+                has_own_tags = getattr(node.data.fun, "in_place", None) is not None if node.kind == "communicate" else True
+                is_mixed |= bool(active) and not has_own_tags
                 continue
             request = node.inputs[0] if node.data.fun is WAIT else -1
             call = node.data if request < 0 else self.nodes[request].data
@@ -322,7 +325,7 @@ class Replay:
                 found[at] = message
             active.pop(request, None)
         # Either all communications with message numbers are prepared, or none of them.
-        if not numbered <= found.keys():
+        if is_mixed or not numbered <= found.keys():
             found = {at: message for at, message in found.items() if at not in numbered}
         return found, numbered
 
