@@ -63,8 +63,8 @@ def mpi_alltoall(
     -----
     All ranks of `comm` call it, with the same axis. Either all ranks pass `counts`, or none does; the same holds for
     `received`. With `counts` alone, all ranks raise an error of one of them before any data is sent. With `received`,
-    counts that don't match are detected under ``MPIAD_DEBUG=1`` or `MPIAD_TIMEOUT` only; otherwise MPI raises an error for too
-    many entries, and entries that nobody sends are any numbers.
+    counts that don't match are detected under ``MPIAD_DEBUG=1`` or `MPIAD_TIMEOUT` only. Otherwise MPI raises an error for
+    too many entries, and entries that nobody sends are any numbers.
 
     Adjoint
     -------
