@@ -11,6 +11,7 @@ In a derivative computed by this library, a call of the compiled function is one
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -264,6 +265,11 @@ class Jitted(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
+        # Like a function, it is its own copy; what a method or a partial function is bound to is copied.
+        fun = copy.deepcopy(self.fun, memo)
+        return self if fun is self.fun else Jitted(fun, self.strict, self._cache.exact)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return the compiled method of an object."""

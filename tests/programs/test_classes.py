@@ -8,7 +8,7 @@ import enum
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import autograd.numpy as anp
@@ -338,3 +338,18 @@ def test_copies_of_objects_and_of_traced_arrays() -> None:
         np.testing.assert_allclose(jitted(X), steps[0].real, rtol=1e-14)
         for fun in (jitted, loss):
             np.testing.assert_allclose(mpiad.grad(fun)(X), np.imag(steps) / 1e-30, rtol=1e-12)
+
+
+def test_deep_copies_of_objects_with_jitted_functions() -> None:
+    """A jitted function is its own copy, like a function; a jitted method computes with the copy of its object."""
+    curve = Curve(X.copy(), 0.5)
+    model = {"plain": mpiad.jit(anp.sin), "method": mpiad.jit(curve.value), "partial": mpiad.jit(partial(anp.add, curve.x))}
+    before = [model["plain"](X), model["method"](), model["partial"](X)]
+    copied = copy.deepcopy(model)
+    assert copied["plain"] is model["plain"]
+    curve.factors[0], curve.x[:] = 7.0, 0.0
+    found = [copied["plain"](X), copied["method"](), copied["partial"](X)]
+    for made, expected in zip(found, [np.sin(X), 2.0 * np.sin(0.5 * X), 2.0 * X]):
+        np.testing.assert_allclose(made, expected, rtol=1e-14)
+    np.testing.assert_allclose(before, [np.sin(X), 2.0 * np.sin(0.5 * X), 2.0 * X], rtol=1e-14)
+    np.testing.assert_allclose(model["method"](), np.zeros(5))
