@@ -32,6 +32,7 @@ from mpiad.transport.world import level_of_repeats
 
 _NODES = (OrderedNode, TangentNode)
 _log = logging.getLogger("mpiad")
+_PARTS_OF_NUMBERS = {"real", "imag", "isreal", "iscomplex", "iscomplexobj", "angle"}  # for NumPy, objects are real
 _converting: set[str] = set()  # the lines for which a warning was logged
 
 
@@ -110,8 +111,10 @@ def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | Non
 
 
 def _is_for_autograd(frame: FrameType | None) -> bool:
-    """Return whether autograd's wrappers call a function of plain NumPy."""
+    """Return whether autograd's wrappers call a function of plain NumPy, but for those that ask for parts of a list."""
     while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("numpy."):
+        if frame.f_code.co_name in _PARTS_OF_NUMBERS:
+            return False
         frame = frame.f_back
     return frame is not None and name.startswith("autograd.")
 

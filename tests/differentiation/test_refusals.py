@@ -261,7 +261,7 @@ def test_a_deep_copy_is_differentiated() -> None:
 
 
 @pytest.mark.interpreted  # jitted functions are refused
-@pytest.mark.parametrize("conversion", ["array", "stack", "dot", "outer"])
+@pytest.mark.parametrize("conversion", ["array", "stack", "dot", "outer", "real", "imag", "isreal"])
 def test_arrays_of_complex_objects_are_refused(conversion: str) -> None:
     """NumPy takes them as their own real parts."""
 
@@ -272,6 +272,9 @@ def test_arrays_of_complex_objects_are_refused(conversion: str) -> None:
             "stack": lambda: np.stack(entries),
             "dot": lambda: np.eye(2).dot(anp.array(entries)),
             "outer": lambda: np.outer(np.ones(1), anp.array(entries))[0],
+            "real": lambda: anp.real(entries),
+            "imag": lambda: anp.imag([1j * x for x in entries]),
+            "isreal": lambda: anp.real(anp.array(entries)) + 0 * anp.isreal(entries),
         }[conversion]()
         return anp.sum(psi.real**2)
 
