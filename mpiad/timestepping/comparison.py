@@ -64,7 +64,8 @@ class Comparison:
                     f"timestepping.scan: the result of the function at {self._places[observed]} doesn't depend on its "
                     f"arguments alone: {what} after step {number} changed by {differences[k]:.1e}, compared with "
                     f"{scales[k]:.1e}, when the gradient repeated the steps. Compute random numbers, times and counts "
-                    "before the loop, and pass them as inputs= or params; or omit checkpoints."
+                    "before the loop, and pass them as inputs= or params; keep no values in attributes; and leave arrays "
+                    "that the steps read as they are until the reverse pass. Or omit checkpoints."
                     + " Or does a step amplify the rounding of compressed checkpoints? Then take dtype='float32'."
                     * self._schedule.compress
                 )
