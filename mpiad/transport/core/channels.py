@@ -492,9 +492,10 @@ class _Unusable:
         raise CommunicatorError(self._reason)
 
 
-# An adjoint may still refer to the channel.
+# An adjoint or a program may still refer to the channel.
 _FREED = (
-    "a communicator was freed before the reverse pass that runs its communication backwards. Free it after the gradient."
+    "a communicator was freed before the reverse pass that runs its communication backwards, or before a call of a "
+    "compiled function that communicates on it. Free it after the gradient and the last call."
 )
 
 
