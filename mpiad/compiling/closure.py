@@ -21,8 +21,7 @@ import dis
 import re
 from abc import ABCMeta
 from collections import deque, namedtuple
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
@@ -770,17 +769,16 @@ class _Survey(_WatchReader):
             return
         module = getattr(value, "__module__", None) or type(value).__module__
         self.communicates |= str(module).partition(".")[0] in ("mpiad", "mpi4py")
-        with self._noting_unknown():
+        # Not by a context manager: in Python 3.12 its generator and the exception, which refers to the frames of all
+        # callers, are a reference cycle.
+        try:
             super().read(value)
+        except Unknown:
+            self.communicates = True
 
     def _chain(self, value: Any, attributes: Iterable[str]) -> None:
-        with self._noting_unknown():
-            super()._chain(value, attributes)
-
-    @contextmanager
-    def _noting_unknown(self) -> Iterator[None]:
         try:
-            yield
+            super()._chain(value, attributes)
         except Unknown:
             self.communicates = True
 
