@@ -201,8 +201,10 @@ class FunctionReader:
         is_primitive = module == "autograd.tracer"  # `primitive(f)`, where f is NumPy's or the user's
         if is_primitive or _is_in(module, self.constant_modules):  # for example a derivative of a user's function
             self.constant(value if is_primitive else code)
-            for cell in cells.values():
-                (self.read if is_primitive else self.read_held)(content_of(cell))
+            for content in map(content_of, cells.values()):
+                if is_primitive and isinstance(content, partial):  # jit records calls of SciPy's functions
+                    content = getattr(content, "__wrapped__", content)
+                (self.read if is_primitive else self.read_held)(content)
             return
         self.function(value)
         if any(parts := (value.__defaults__, value.__kwdefaults__, value.__dict__)):

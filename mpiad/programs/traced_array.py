@@ -571,7 +571,9 @@ def _let_scipy_record() -> None:
         function: Any = getattr(fun, "fun", None)
         package = (getattr(function, "__module__", None) or "").removeprefix("autograd.")
         if package.startswith("scipy.") and not isinstance(function, np.ufunc):
-            substitute(fun, partial(_called, function))
+            recording: Any = partial(_called, function)
+            recording.__wrapped__ = function
+            substitute(fun, recording)
 
 
 def let_arrays_be_traced(on: bool) -> None:
