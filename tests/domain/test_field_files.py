@@ -142,7 +142,6 @@ for k in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.not_on(4)
 @pytest.mark.limit(120)
 def test_two_writers_and_readers_never_meet_in_one_file(folder, rank, size):
