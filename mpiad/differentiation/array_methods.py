@@ -91,7 +91,7 @@ def _conversion(x: Array) -> Function:
 def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
     # The array that NumPy itself makes from a sequence of entries. A dtype of numbers is an error, and a caller may ask for
     # objects; but without a dtype NumPy computes with objects, which is slow and can't be noticed otherwise. For NumPy, an
-    # array of complex objects is its own real part; autograd's functions take no parts.
+    # array of complex objects is its own real part, so that only functions of autograd may make one.
     caller, takes_objects = sys._getframe(1), dtype is not None and (x.ndim > 0 or np.dtype(dtype).kind == "O")
     if x.dtype.kind == "c" and not takes_objects and not _is_for_autograd(caller):
         raise TypeError(NO_COMPLEX_CONVERSION)

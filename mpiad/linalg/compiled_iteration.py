@@ -106,10 +106,10 @@ class Operator:
 
     def __init__(
         self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],
-        shape: tuple[int, ...], comm: Comm, side: str | None, counts: Sequence[tuple[Channel, Counts]],
+        shape: tuple[int, ...], comm: Comm, side: str | None, counts: Mapping[Channel, Counts],
     ):  # fmt: skip
         self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
-        self._counts = dict(counts)
+        self._counts = counts
 
     def program(self, iteration: Iteration, state: tuple) -> Function | None:
         """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""

@@ -88,7 +88,7 @@ class Problem(NamedTuple):
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.with_failures().failures
-        counts = message_counts() if self.transposed else []
+        counts = dict(message_counts()) if self.transposed else {}
         apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side

@@ -141,7 +141,7 @@ def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
 
 def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[Any]) -> bool:
     """Return whether a program can compute with each of some numbers as its first argument, and the other arguments."""
-    others = tuple([(k, getattr(given[k], "item", lambda x=given[k]: x)()) for k in admits.places if k])
+    others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k])
     return _admits_all(admits, numbers, others)
 
 

@@ -290,9 +290,10 @@ class Replay:
             if isinstance(step, Loop) or step.in_place:
                 continue
             node = self.nodes[step.node]
-            if node.kind != "communicate" or node.data.kind != "communicate":
-                has_own_tags = getattr(node.data.fun, "in_place", None) is not None if node.kind == "communicate" else True
-                is_mixed |= bool(active) and not has_own_tags
+            if node.kind != "communicate":
+                continue
+            if node.data.kind != "communicate":  # halo exchanges, which work in place, have tags of their own
+                is_mixed |= bool(active) and getattr(node.data.fun, "in_place", None) is None
                 continue
             request = node.inputs[0] if node.data.fun is WAIT else -1
             call = node.data if request < 0 else self.nodes[request].data

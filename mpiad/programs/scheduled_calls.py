@@ -35,6 +35,7 @@ _FIRST = 2  # the number of gradients before the commands are made, which takes 
 # The number of schedules of a loop that are known, and the bytes of those with commands. A schedule that no gradient has
 # used for some time gives way to others.
 _KNOWN, _BYTES, _LONG = 64, 4 * _MOST, 256
+_requests = counter()
 # A step, the values of all leaves, those of the forward run, and whether they are observed.
 Compared: TypeAlias = tuple[int, Sequence[Array], Sequence[Array], bool]
 
@@ -311,6 +312,3 @@ def scheduled(
         return None
     pool.bytes += made.bytes
     return made
-
-
-_requests = counter()
