@@ -101,7 +101,9 @@ def make(folder: Path, made_of: Path) -> tuple[Path, bool]:
 
 
 def pip(python: Path, *arguments: str, packages: str = "", **environment: str) -> None:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
+    # Python compiles a module when it is first imported, and most modules of these packages never are.
+    flags = ("--disable-pip-version-check", "install", "--quiet", "--no-compile")
+    command = [str(python), "-m", "pip", *flags, *arguments]
     subprocess.run(command, check=True, input=packages, text=True, env={**os.environ, **environment})
 
 
