@@ -300,7 +300,7 @@ np.append(x, 2.0); np.append(x, x, axis={one}); np.column_stack([x, x * x]); np.
 np.concatenate([x, x], axis=None); np.concatenate([m, x], axis=None); np.concatenate([m, x]); np.concatenate([x[:1], x, x[:0]]); np.hstack([x, x]); np.hstack((x, a))
 np.row_stack([x, x]); np.stack([x, a * x], axis={of}); np.stack([x, x * x]); np.vstack([x, x]); np.vstack([x, a]); np.concatenate_args(0, x, x)
 np.dot({u:a}); np.dot({u:m.T}); np.dot(x, 2.0); np.dot(m, x); np.dot(x, x.T); np.dot({u:z}); np.inner({u:a}); np.inner({u:m}); np.inner(x, x); np.inner(x, 2.0); np.inner(x, z)
-np.outer({u:a}); np.outer({u:m}); np.outer(x, z); np.outer({u:2.0}); np.kron({u:a}); np.kron({u:m}); np.kron(x, z); np.kron(x, x); np.kron(2.0, x); np.kron(x[None], a)
+np.vdot(x, x * x); np.vdot(x, a + 0 * x); np.vdot(a + x, z + x); np.vdot({u:2.0}); np.outer({u:a}); np.outer({u:m}); np.outer(x, z); np.outer({u:2.0}); np.kron({u:a}); np.kron({u:m}); np.kron(x, z); np.kron(x, x); np.kron(2.0, x); np.kron(x[None], a)
 np.matmul({u:a}); np.matmul({u:m.T}); np.matmul(m, x); np.matmul(x, x.T); np.matmul(x, z); np.matmul(m[:, :2], x); x @ a; m @ x; a @ x; np.matmul(x, np.ones((2, 3, 2)))
 np.tensordot({u:m}, 0); np.tensordot({u:a}, 1); np.tensordot(x, m.T, 1); np.tensordot(x, m, 2); np.tensordot(x, m); np.tensordot(m, x, 2)
 np.tensordot(x, m, axes=([-1], [1])); np.tensordot(m, x, axes=([1, 0], [-1, -2])); np.tensordot(x, m, ((-1, -2), (1, 0))); np.tensordot(x, z, (-1, 0)); np.tensordot(x, z, 1)

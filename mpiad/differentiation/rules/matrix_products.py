@@ -1,4 +1,4 @@
-"""Products: `dot`, `inner`, `matmul` and `tensordot`; outer, Kronecker and cross products.
+"""Products: `dot`, `inner`, `matmul`, `tensordot` and `vdot`; outer, Kronecker and cross products.
 
 Products of factors with more than two axes have the adjoint of `einsum`. `dot` and `matmul` of such an array and a matrix
 are computed as one product of two matrices: NumPy's `matmul` calls BLAS for each matrix of a stack, and `dot` for each pair
@@ -96,6 +96,18 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
+def vdot_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent by the other factor; the first factor of the product is conjugated."""
+    x, y = args
+    parts = (lambda g: anp.conj(g * y), lambda g: g * anp.conj(x))
+    return lambda g: tuple([fitted(anp.reshape(parts[i](g), anp.shape(args[i])), args[i]) for i in argnums])
+
+
+def vdot_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Apply the product to the tangent of each factor."""
+    return sum([anp.vdot(*args[:i], g, *args[i + 1 :]) for i, g in zip(argnums, gs)])
+
+
 def _subscripts(fun: Primitive, args: tuple, kwargs: dict, n: int, m: int) -> str:
     """Return the subscripts of a product, as for `einsum`, of factors with `n` and `m` axes."""
     if fun is anp.matmul:
@@ -122,7 +134,7 @@ def _flattened(fun: Callable, *args: Any, **kwargs: Any) -> Array:
 
 
 VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.inner, anp.matmul, anp.tensordot)}
-VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
-JVPS: dict = {}
+VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp, anp.vdot: vdot_vjp})
+JVPS = {anp.vdot: vdot_jvp}
 for _fun in (anp.dot, anp.matmul):
     substitute(_fun, partial(_flattened, _fun.fun))
