@@ -16,7 +16,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.device.assembly import concatenate, stack
-from mpiad.differentiation.gradient import cotangents_of_variables, grad, require_equal_copies, shared_sum
+from mpiad.differentiation.gradient import cotangents_of_variables, require_equal_copies, shared_sum, value_and_gradient
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.products import Linearization, linearization_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
@@ -65,28 +65,7 @@ def jacobian(
     [[2. 0.]
      [0. 4.]]
     """
-    check_objective(objective, "jacobian")
-
-    @recoverable("jacobian", comm)
-    def evaluate(*args: Any, **kwargs: Any) -> Tree:
-        group = channel(comm, "jacobian")
-        weight = weight_of(objective, group, root_of(root, group, "jacobian"))
-        variables = variables_of(args, argnum, "jacobian", shared)
-        require_equal_copies(variables, shared, group, "jacobian")
-        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        sizes = tuple(_sizes(variables, is_shared) for is_shared in (False, True))
-        spec, sizes_of_ranks = _agreed_spec(traced, weight, group, variables.shared_shapes(), sizes)
-        count = sum(own for own, _ in sizes_of_ranks) + sizes[1]
-        if count * _ROWS_PER_COLUMN <= int(np.prod(spec.shape)):
-            first = sum(own for own, _ in sizes_of_ranks[: group.rank])
-            columns = _Columns(linearization_of(traced, variables), variables, spec, first, count - sizes[1])
-            return variables.filled(columns.leaves(weight, count, comm), lambda leaf: None)
-        rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
-        leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
-        # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
-        return variables.filled(shared_sum(leaves, variables, comm), lambda leaf: None)
-
-    return evaluate
+    return _evaluator(fun, argnum, objective, shared, root, comm, "jacobian")
 
 
 def hessian(
@@ -119,8 +98,35 @@ def hessian(
     [[6. 2.]
      [2. 0.]]
     """
-    gradient = grad(fun, argnum, objective=objective, shared=True, root=root, comm=comm)
-    return jacobian(gradient, argnum, shared=True, root=root, comm=comm)
+    both = value_and_gradient(fun, argnum, objective, True, root, comm, "hessian")
+    return _evaluator(lambda *args, **kwargs: both(*args, **kwargs)[1], argnum, "root", True, root, comm, "hessian")
+
+
+def _evaluator(
+    fun: Function, argnum: Argnum, objective: str, shared: Shared, root: Rank, comm: Comm, call: str
+) -> Callable[..., Tree]:
+    check_objective(objective, call)
+
+    @recoverable(call, comm)
+    def evaluate(*args: Any, **kwargs: Any) -> Tree:
+        group = channel(comm, call)
+        weight = weight_of(objective, group, root_of(root, group, call))
+        variables = variables_of(args, argnum, call, shared)
+        require_equal_copies(variables, shared, group, call)
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        sizes = tuple(_sizes(variables, is_shared) for is_shared in (False, True))
+        spec, sizes_of_ranks = _agreed_spec(traced, weight, group, variables.shared_shapes(), sizes, call)
+        count = sum(own for own, _ in sizes_of_ranks) + sizes[1]
+        if count * _ROWS_PER_COLUMN <= int(np.prod(spec.shape)):
+            first = sum(own for own, _ in sizes_of_ranks[: group.rank])
+            columns = _Columns(linearization_of(traced, variables), variables, spec, first, count - sizes[1])
+            return variables.filled(columns.leaves(weight, count, comm), lambda leaf: None)
+        rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
+        leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
+        # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
+        return variables.filled(shared_sum(leaves, variables, comm), lambda leaf: None)
+
+    return evaluate
 
 
 # A column is computed from several values, a row from one cotangent, and the first column takes longer than later ones.
@@ -185,7 +191,7 @@ class _Columns:
 
 
 def _agreed_spec(
-    traced: Traced, weight: float, channel: Channel, shapes: Shapes, sizes: tuple[int, ...]
+    traced: Traced, weight: float, channel: Channel, shapes: Shapes, sizes: tuple[int, ...], call: str
 ) -> tuple[Spec, list[tuple[int, ...]]]:
     """Return the spec of J, and the `sizes` of all ranks.
 
@@ -207,13 +213,13 @@ def _agreed_spec(
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
     kinds = [problem.kind for problem, *_ in specs if problem and problem.kind is not TypeError]
     if kinds:  # requests that weren't waited for, or arrays that changed
-        raise agreed(channel, kinds[0](f"jacobian: {'; '.join(problems)}"))
+        raise agreed(channel, kinds[0](f"{call}: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
-        raise agreed(channel, copies_error(copies, "jacobian"))
+        raise agreed(channel, copies_error(copies, call))
     forms = {(shape, dtype) for _, shape, dtype, contributes in specs if contributes}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
-        text = f"jacobian: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
+        text = f"{call}: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
         raise agreed(channel, TypeError(text))
     shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays), list(every)

@@ -122,3 +122,8 @@ def test_hessian(kind, rank, size):
 
 def test_hessian_of_a_number(size):
     assert mpiad.hessian(lambda x: mpiad.mpi_allreduce(x**3) / size)(2.0) == pytest.approx(12.0)
+
+
+def test_errors_of_a_hessian_name_it():
+    with pytest.raises(TypeError, match="^hessian: the function must return one real number"):
+        mpiad.hessian(lambda x: x**2)(np.ones(3))
