@@ -5,6 +5,7 @@ inside of `value_and_grad`, and with the two of them jitted together. A test tha
 calls or messages, or is about what the function itself raises.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def objectives(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     way = getattr(request, "param", WAYS[0])
     if way == WAYS[0]:
         return
-    bare = gradient._evaluator
+    bare = gradient.value_and_gradient
 
     def evaluator(fun, *rest):
         if isinstance(fun, Jitted):
@@ -52,4 +53,5 @@ def objectives(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
         return twice
 
-    monkeypatch.setattr(gradient, "_evaluator", evaluator)
+    for module in (gradient, sys.modules["mpiad.differentiation.jacobian"]):
+        monkeypatch.setattr(module, "value_and_gradient", evaluator)

@@ -281,15 +281,17 @@ _FEWEST, _PARTS = 64, 16  # the number of sums, and of parts of a large leaf
 
 def checksum(leaf: Array, step: int | None = None) -> Array:
     """Return the checksum of a leaf after a step, by default of all entries; for a small leaf it is a copy."""
-    length = min(getattr(leaf, "size", 1) // _FEWEST, _LONGEST)
-    if length < _SHORTEST:
+    size = getattr(leaf, "size", 1)
+    if size < _FEWEST * _SHORTEST:
         return copy_of(leaf)
+    length = min(max(size // (_FEWEST * _PARTS), _SHORTEST), _LONGEST)
     entries, count, signs = leaf.reshape(-1), leaf.size // length, _signs(length, leaf.dtype, arrays_of(leaf))
-    parts = 1 if step is None else min(count // _FEWEST, _PARTS)
+    sums_of_part = count if step is None else max(-(-count // _PARTS), _FEWEST)
+    first = (step or 0) * sums_of_part % count
     rows, rest = entries[: count * length].reshape(count, 1, length), entries[count * length :]
     with np.errstate(all="ignore"):
         # A batch of dot products: BLAS runs them in one thread, and so doesn't wait for the cores of other ranks.
-        sums = (rows[(step or 0) % parts :: parts] @ signs)[:, 0, 0]
+        sums = (rows[first : first + sums_of_part] @ signs)[:, 0, 0]
         sums[:1] += rest @ signs[: rest.size]
     return sums
 

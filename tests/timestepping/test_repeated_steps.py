@@ -9,6 +9,7 @@ from device_double import on_device
 
 import mpiad
 from mpiad.timestepping import CheckpointSchedule, scan
+from mpiad.timestepping.snapshots import checksum
 
 STEPS = 20
 SCHEDULES = [1, 4, STEPS, CheckpointSchedule(1, 3), CheckpointSchedule(4, recorded=5)]
@@ -109,12 +110,25 @@ def test_compiled_steps_and_device_arrays_are_compared():
 @pytest.mark.serial
 @pytest.mark.parametrize("index", [0, 111_111, -1])
 @pytest.mark.parametrize("steps", [range(STEPS), [STEPS - 1]])
-def test_one_entry_of_a_large_state_is_enough(index, steps):
-    """Of states with more than 131,072 entries, only a part is compared after each step, but all are after the last one."""
-    rng, chosen = np.random.default_rng(0), np.zeros(300_000)
-    chosen[index] = 0.01
+@pytest.mark.parametrize("size", [20_011, 300_000])
+def test_one_entry_of_a_large_state_is_enough(index, steps, size):
+    """Of states with more than 2,048 entries, only a part is compared after each step, but all are after the last one."""
+    rng, chosen = np.random.default_rng(0), np.zeros(size)
+    chosen[index % size] = 0.01
     with pytest.raises(RuntimeError, match="the state after step 19 changed"):
-        _gradient(lambda u, k, c: u * c + chosen * (rng.normal() if k in steps else 0.0), np.ones(300_000), 4)
+        _gradient(lambda u, k, c: u * c + chosen * (rng.normal() if k in steps else 0.0), np.ones(size), 4)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("size", [2_111, 20_011, 300_000])
+def test_all_entries_of_a_large_state_are_compared_within_some_steps(size):
+    """The parts that are compared after 17 consecutive steps contain each entry: none is left out forever."""
+    state, steps = np.random.default_rng(1).normal(size=size), range(17)
+    sums = [checksum(state, step) for step in steps]
+    for index in np.random.default_rng(2).choice(size, 100, replace=False):
+        changed = state.copy()
+        changed[index] += 1e-3
+        assert any(not np.array_equal(checksum(changed, step), kept) for step, kept in zip(steps, sums))
 
 
 @pytest.mark.serial
