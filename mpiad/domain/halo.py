@@ -22,6 +22,7 @@ from mpiad.domain.partition import Partition
 from mpiad.domain.routes import BY_AXIS, Geometry, Index, Route, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.request import Request
 from mpiad.pytrees import split
 from mpiad.transport import channel
@@ -304,11 +305,12 @@ def _in_place(run: Callable[..., None], folds: bool) -> InPlace:
             for axis, (n, h) in enumerate(zip(halo.padded, layers))
         ]
 
-    shapes = (lambda halo, *_: halo.padded), (lambda halo, *_: halo.shape if folds else halo.padded)
     block, padded = (lambda halo, *_: halo.widths), (lambda halo, *_: (0,) * len(halo.shape))  # their begins in the buffer
     given, result = (padded, block) if folds else (block, padded)
     prepared = functools.partial(_prepared, backwards=folds)
-    return InPlace(*shapes, given, result, run, prepared, still, _is_constant, changes_given=folds)
+    return InPlace(lambda halo, *_: halo.padded, given, result, run, prepared, still, _is_constant, changes_given=folds)
 
 
+fill_halo.spec_of = lambda u, halo, *_: spec_like(u)._replace(shape=u.shape[: u.ndim - len(halo.shape)] + halo.padded)
+fold_halo.spec_of = lambda g, halo, *_: spec_like(g)._replace(shape=g.shape[: g.ndim - len(halo.shape)] + halo.shape)
 fill_halo.in_place, fold_halo.in_place = _in_place(fill_in_place, False), _in_place(fold_in_place, True)

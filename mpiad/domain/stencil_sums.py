@@ -20,6 +20,7 @@ from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, complete, fill_local, fold_in_place, post
 from mpiad.domain.routes import AT_ONCE, FACES_ONLY
 from mpiad.extend import custom_operator, defjvp, defvjp
+from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 _TAG = 32749
@@ -127,7 +128,7 @@ def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
     return total[halo.interior]
 
 
-apply_stencil.preserves_spec = apply_transpose.preserves_spec = True
+apply_stencil.spec_of = apply_transpose.spec_of = lambda u, _: spec_like(u)
 # S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides. The
 # transpose of this linear part is a mirrored stencil if no cell beyond a side is a copy.
 defvjp(

@@ -184,8 +184,8 @@ def _prepared(out: np.ndarray, b: np.ndarray, solve: Factorized, number: np.ndar
     return run
 
 
-# The results have the shape and dtype of the first argument.
-_current_number.preserves_spec = _with_factors.preserves_spec = _with_factors.batched_adjoint = True
+_current_number.spec_of = _with_factors.spec_of = lambda x, *_: spec_like(x)
+_with_factors.batched_adjoint = True
 _with_factors.prepared = _prepared
 defvjp(_current_number)
 defjvp(_current_number)

@@ -29,8 +29,8 @@ class InPlace(NamedTuple):
 
     Parameters
     ----------
-    shape, made : callable
-        Shapes of the buffer and of the result.
+    shape : callable
+        Shape of the buffer.
     given, result : callable
         Index in the buffer of the first entry of the argument before the call, and of the result after the call.
     run : callable
@@ -49,7 +49,6 @@ class InPlace(NamedTuple):
     """
 
     shape: Callable[..., Sequence[int]]
-    made: Callable[..., Sequence[int]]
     given: Callable[..., Sequence[int]]
     result: Callable[..., Sequence[int]]
     run: Callable[..., None]
@@ -72,9 +71,7 @@ class CustomOperator(Recorded):
     True True
     """
 
-    # Whether the result always has the shape and dtype of the first argument.
-    preserves_spec = False
-    # Whether the shape and dtype of the result depend only on the arguments' shapes, dtypes and constants.
+    # Whether the spec of the result follows from the specs of the arguments, although only a run can tell it.
     fixes_spec = False
 
     def __init__(self, fun: Function):
@@ -84,7 +81,8 @@ class CustomOperator(Recorded):
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
-        # ``spec_of(*args)`` returns the `Spec` of the result if it follows from the specs of the arguments on this rank.
+        # ``spec_of(*args)`` returns the `Spec` of the result, if it follows from the specs of the arguments on this rank:
+        # programs then contain the operator without a first run, and don't check its results.
         self.spec_of: Callable[..., Spec] | None = None
         # ``prepared(out, *args)`` returns None, or, for programs that run repeatedly, a function without arguments that
         # applies the operator to arrays `args` of at most 64 KiB, and writes the result to `out`, all contiguous and on the
@@ -107,17 +105,7 @@ class CustomOperator(Recorded):
 
     def abstract(self, args: tuple, params: dict[str, object]) -> Any:
         """Return the `Spec` of the result, NotImplemented if only a run can tell it."""
-        x = args[0] if args else None
-        if not isinstance(x, np.ndarray):
-            return NotImplemented
-        if self.preserves_spec:
-            return Spec(x.shape, x.dtype)
-        if self.spec_of is not None:
-            return self.spec_of(*args)
-        if self.in_place is None or params:
-            return NotImplemented
-        made = tuple(self.in_place.made(*args[1:]))
-        return Spec(x.shape[: x.ndim - len(made)] + made, x.dtype)
+        return NotImplemented if self.spec_of is None or params else self.spec_of(*args)
 
     def body(self, args: tuple, kwargs: dict) -> Array:
         """Run the function on plain arrays, as one node."""

@@ -220,8 +220,6 @@ class LibraryFunction(CustomOperator):
     function with one output, `defvjp`, `defjvp` and their variants define derivatives in Python, for example by JAX.
     """
 
-    fixes_spec = True
-
     def __init__(
         self, library: SharedLibrary, symbol: str, arguments: Mapping[str, Argument], comm: Comm, is_adjoint: bool = False
     ):
@@ -251,7 +249,7 @@ class LibraryFunction(CustomOperator):
         self._layouts: dict[tuple, _Layout] = {}
         # Adjoints add to the cotangents of inputs.
         self.is_adjoint, self._allocate = is_adjoint, np.zeros if is_adjoint else np.empty
-        self.prepared = self._prepared
+        self.prepared, self.spec_of = self._prepared, lambda *args: self._layout(args).result
 
     def _call(self, values: list[Any]) -> None:
         in_progress.text = self._text
@@ -338,10 +336,6 @@ class LibraryFunction(CustomOperator):
         result = Spec(first.shape if is_one else (stop,), self.arguments[name].dtype)
         new_result = partial(self._allocate, result.shape, result.dtype, first.order if is_one else "C")
         return _Layout(sizes, values, parts, offsets, result, new_result)
-
-    def abstract(self, args: tuple, params: dict[str, object]) -> Spec:
-        """Return the `Spec` of the result."""
-        return self._layout(args).result
 
     def body(self, args: tuple, kwargs: dict) -> Array:
         """Call the function with plain arrays, as one node."""

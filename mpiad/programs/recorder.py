@@ -412,7 +412,7 @@ class Recorder:
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record an operator of `mpiad.extend`."""
-        if not operator.preserves_spec and _package_of(operator) not in _COMPILED_PACKAGES:
+        if operator.spec_of is None and _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(map(hides_traced, (operator.fun, *args, *kwargs.values()))):
             self.refuse(

@@ -124,7 +124,7 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     if isinstance(fun, Operation):  # this rank may not know the shape of the broadcast array
         known = fun is not BCAST or node.data.args[1].spec is not None
     else:
-        known = fun.in_place is not None or fun.preserves_spec or fun.fixes_spec or fun.spec_of is not None
+        known = fun.spec_of is not None or fun.fixes_spec
     return not known and node.dtype != object
 
 
