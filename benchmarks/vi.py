@@ -21,6 +21,7 @@ import autograd.numpy as np
 from mpi4py import MPI
 from reaches import report
 
+import mpiad
 from mpiad.parallel import Adam
 from mpiad.vi import VI, FullRankGaussian
 
@@ -82,6 +83,7 @@ def sleep_until_all_are_here() -> None:
 
 def main() -> None:
     options = parser.parse_args()
+    mpiad.mpi_init()  # the first group is rank 0 alone
     count = products_for(options.milliseconds)
     sizes = list(range(1, comm.size + 1))
     groups = [comm.Split(0 if comm.rank < size else MPI.UNDEFINED) for size in sizes]
