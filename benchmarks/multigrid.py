@@ -27,8 +27,9 @@ from reaches import report, report_missing
 from timing import seconds_of
 
 import mpiad
+from mpiad.domain import halo
 from mpiad.linalg import Multigrid, solve_elliptic
-from mpiad.linalg.multigrid import hierarchy, stencil
+from mpiad.linalg.multigrid import hierarchy
 
 HERE = Path(__file__).resolve().parent
 WORLD = MPI.COMM_WORLD
@@ -134,11 +135,11 @@ def count_messages(size: int) -> None:
     """Print what the busiest rank sends in a cycle."""
     sent: list[int] = []
 
-    def counting(x: np.ndarray, *rest: Any) -> Any:
+    def counting(x: np.ndarray, *rest: Any, **options: Any) -> Any:
         sent.append(x.nbytes)
-        return mpiad.mpi_send(x, *rest)
+        return mpiad.mpi_send(x, *rest, **options)
 
-    stencil.mpi_send = hierarchy.mpi_send = counting
+    halo.mpi_send = hierarchy.mpi_send = counting
     domain = mpiad.Domain((size, size))
     for name, kappa in media(domain.shape).items():
         if name in ("constant", "8 blocks"):
@@ -147,7 +148,7 @@ def count_messages(size: int) -> None:
             levels(np.ones(domain.local_shape))
             count, volume = WORLD.allreduce(len(sent), MPI.MAX), WORLD.allreduce(sum(sent), MPI.MAX)
             say(f"a cycle on {size} x {size}, {name}: at most {count} messages and {volume / 1e3:.0f} kB from one rank")
-    stencil.mpi_send = hierarchy.mpi_send = mpiad.mpi_send
+    halo.mpi_send = hierarchy.mpi_send = mpiad.mpi_send
 
 
 def cost_of_gradient(size: int, rounds: int) -> None:
