@@ -70,7 +70,7 @@ JOBS = (
     Job("guard.py", 2, 60),
     # Peers take minutes to compile their programs, again in each round; 10⁵ systems are in ensemble_ranks.py.
     Job("ensemble.py", 1, 360, "--n 1000 10000 --rounds 1 --budget 1.5"),
-    Job("ensemble_choice.py", 1, 240, "--rounds 2"),
+    Job("ensemble_choice.py", 1, 600, "--rounds 1 --cold-rounds 1"),
     Job("ensemble_stragglers.py", 1, 60),
     Job("ensemble_ranks.py", 2, 310, "--repeats 3"),
     Job("ensemble_fits.py", 2, 120),
