@@ -17,10 +17,12 @@ exception. This module resets it, but never below the number of a trace that ano
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_vjps
 from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
@@ -68,6 +70,8 @@ class OrderedNode(VJPNode):
             if not all_on(tape, parents):
                 parent_argnums, parents = still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
+        if tape.changeable:
+            args = tuple([copy_if_changeable(x, tape.changeable) for x in args])
         rule = VJP_RULES.get(fun)
         if rule is not None:
             self.pull = rule(parent_argnums, value, args, kwargs)
@@ -98,6 +102,26 @@ class OrderedNode(VJPNode):
         if tape.reads is not None:
             tape.reads.note(pull)
         return node
+
+
+@contextmanager
+def changeable(arrays: Sequence[np.ndarray]) -> Iterator[None]:
+    """Let a function change plain arrays in place: the open tapes record copies of those that are read."""
+    tapes, tape = [], tracing.tapes
+    while tape is not None:
+        tapes.append((tape, tape.changeable))
+        tape.changeable = (*tape.changeable, *arrays)
+        tape = tape.around
+    try:
+        yield
+    finally:
+        for tape, before in tapes:
+            tape.changeable = before
+
+
+def copy_if_changeable(x: Array, arrays: Sequence[np.ndarray]) -> Array:
+    """Return a copy of a plain array that shares memory with some of the arrays; other values unchanged."""
+    return x.copy() if type(x) is np.ndarray and any(np.may_share_memory(x, other) for other in arrays) else x
 
 
 def all_on(tape: object, parents: Parents) -> bool:
@@ -190,6 +214,8 @@ class LibraryTape(Tape):
 
     number = before = -1  # the number of this trace, and the counter's value before this trace
     records_constants = unfolds = False
+    # Plain arrays that the user's function may change in place after they are read: rules get copies of them.
+    changeable: Sequence[np.ndarray] = ()
     # The line of a function that is called again to differentiate its results; values that it keeps have no derivative.
     repeats = ""
 
@@ -276,6 +302,8 @@ class OrderedTape(LibraryTape):
             if parent.tape is self:
                 traced.append(k)
                 inputs.append(parent.index)
+        if self.changeable:
+            args = tuple([copy_if_changeable(x, self.changeable) for x in args])
         vjp = operator.vjp(ans, args, params, traced, self.number)
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)

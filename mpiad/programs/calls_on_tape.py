@@ -19,7 +19,7 @@ from mpiad.compiling.closure import Watch
 from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.in_place import assign, keeping_arguments
-from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.tape import OrderedTape, copy_if_changeable
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
@@ -60,7 +60,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
         ways = [partial(trace, cache, arguments, boxed) for trace in (_with_two_parts, _traced_on_tape)]
         entry = cache.entry(key, arguments, *ways)
         if isinstance(entry, Entry):
-            return _run(cache, key, entry, arguments, boxed)
+            return _run(cache, key, entry, _unchanging(arguments, tape), boxed)
         failure, retrace = entry, None
         if failure is not None and failure.needs_run:
             return _noted(cache, key, arguments, boxed, failure)
@@ -87,7 +87,14 @@ def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Re
         return cache.run(arguments)
     if not recorded.operations:
         recorded.operations.append(CompiledOperation(recorded.program))
-    return recorded.build(recorded.operations[0]([arguments.leaves[k] for k in arguments.traced]).values)
+    leaves = _unchanging(arguments, tracing.tape).leaves
+    return recorded.build(recorded.operations[0]([leaves[k] for k in arguments.traced]).values)
+
+
+def _unchanging(arguments: Arguments, tape: Any) -> Arguments:
+    """Return the arguments, with copies of those arrays that the caller may change before the reverse pass."""
+    arrays = getattr(tape, "changeable", ())
+    return arguments._replace(leaves=[copy_if_changeable(x, arrays) for x in arguments.leaves]) if arrays else arguments
 
 
 def _with_two_parts(

@@ -72,7 +72,7 @@ def check_adjoint(
     Raises
     ------
     AdjointError
-        On all ranks, if the two inner products differ by more than `ulps`, or the map isn't linear.
+        On all ranks, if the two inner products differ by more than `ulps` or aren't finite, or the map isn't linear.
 
     Ranks
     -----
@@ -107,6 +107,10 @@ def _inner_products(arrays: tuple[Array, ...], channel: Channel) -> tuple[list[c
     # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
     real = not (np.iscomplexobj(x) and np.iscomplexobj(y))
     products = [np.multiply(a, b) for a, b in ((y, y_bar), (x, x_bar))]
+    are_finite = zip(*channel.data.allgather([bool(np.isfinite(product).all()) for product in products]))
+    for name, finite in zip(("A x", "Aᵀ y"), are_finite):
+        if not all(finite):
+            raise AdjointError(f"check_adjoint: {name} has entries that aren't finite on rank {finite.index(False)}.")
     sums = [_exact_sum(np.real(product) if real else product, channel) for product in products]
     sides, absolute_sum = [value for value, _ in sums], max(size for _, size in sums)
     facts = channel.data.allgather((np.max(np.abs(twice - y - y), initial=0.0), float(np.finfo(spec_like(x).dtype).eps)))
@@ -233,7 +237,7 @@ def check_grads(
     Raises
     ------
     GradientError
-        On all ranks, if a rate is more than 0.2 below the expected rate, or the objective isn't finite.
+        On all ranks, if a rate is more than 0.2 below the expected rate, or the objective or a derivative isn't finite.
     ValueError
         If `order` isn't 1 or 2, or a mode is unknown, or `modes` is empty.
 
@@ -268,11 +272,11 @@ def check_grads(
         else:
             first = float(jvp(lambda x: line.value_and_grad(x)[0], line.x, line.v)[1])
         remainders = [abs(shifted - value - h * first) for h, shifted in zip(steps, values)]
-        rates[f"{mode} 1"] = _rate(remainders, values, line, 1, mode)
+        rates[f"{mode} 1"] = _rate(first, remainders, values, line, 1, mode)
         if order == 2:
             second = _second(line, mode)
             remainders = [abs(shifted - value - h * first - h * h / 2 * second) for h, shifted in zip(steps, values)]
-            rates[f"{mode} 2"] = _rate(remainders, values, line, 2, mode)
+            rates[f"{mode} 2"] = _rate(second, remainders, values, line, 2, mode)
     return rates
 
 
@@ -288,7 +292,15 @@ def _second(line: _Line, mode: str) -> float:
     return line.inner_product(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))
 
 
-def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
+def _rate(derivative: float, remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
+    if not all(map(math.isfinite, values)):
+        raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
+    if not math.isfinite(derivative):
+        raise GradientError(
+            f"check_grads: the derivative of order {order} in mode {mode!r} along the direction is {derivative}, although "
+            "the objective is finite. mpiad.testing.diagnose names the operation, often a division by zero in the branch "
+            "that np.where discards."
+        )
     leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
     eps = max(line.group.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
     # Remainders below `floor` are dominated by the rounding of J.
@@ -296,8 +308,6 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
     rates = [
         math.log2(coarse / fine) for coarse, fine in zip(remainders, remainders[1:]) if coarse > floor and fine > floor
     ]
-    if not all(map(math.isfinite, values)):
-        raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
     if not rates:
         return math.inf
     # The median of the last three rates that aren't dominated by rounding.

@@ -6,6 +6,7 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
 from itertools import chain, dropwhile
 from numbers import Integral
@@ -19,6 +20,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
+from mpiad.differentiation.tape import changeable
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, conformed, spec_like, tangent_of
@@ -596,7 +598,9 @@ def _in_a_trace(
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[Array]]:
     """Run the loop so that the enclosing tape records every step."""
-    args, blocks = stepping.args, []
+    # The entries of inputs are the caller's; a broadcast array can't be written.
+    inputs = [np.broadcast_to(leaf, leaf.shape) if type(leaf) is np.ndarray else leaf for leaf in stepping.args.inputs]
+    args, blocks = stepping.args._replace(inputs=inputs), []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(copy_of, args.state))
     if tracing.recorder is None and not stepping.is_pure:
@@ -604,7 +608,9 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
         state = [leaf.copy() if isbox(leaf) and np.ndim(leaf) and hasattr(leaf, "copy") else leaf for leaf in state]
     with restoring_state():
         for span in spans(stepping, 0, steps):
-            state, columns = stepping.run(span, args.at(span, state))
+            plain = [] if stepping.is_pure else [leaf for leaf in state if type(leaf) is np.ndarray]
+            with changeable(plain) if plain else nullcontext():
+                state, columns = stepping.run(span, args.at(span, state))
             blocks.append(columns)
     return state, joined(blocks)
 

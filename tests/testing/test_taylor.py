@@ -9,7 +9,7 @@ import mpiad
 from mpiad.extend import custom_operator
 from mpiad.extend import defjvp as operator_jvp
 from mpiad.extend import defvjp as operator_vjp
-from mpiad.testing import GradientError, check_grads
+from mpiad.testing import AdjointError, GradientError, check_grads
 
 ROOT = 0
 
@@ -113,3 +113,16 @@ def test_float32_is_measured_above_its_own_rounding(rng):
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match="order must be 1 or 2, and modes must contain 'rev', 'fwd' or both"):
         check_grads(program, np.ones(3), **wrong)
+
+
+@pytest.mark.parametrize("mode", ["rev", "fwd"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_derivatives_that_are_not_finite_raise(mode, value, rank):
+    """Those of one rank, of an objective that is finite."""
+    scale = custom_operator(lambda x: x**2)
+    operator_vjp(scale, lambda ans, x: lambda g: g * (value if rank == 0 else 2 * x))
+    operator_jvp(scale, lambda dx, ans, x: dx * (value if rank == 0 else 2 * x))
+    with pytest.raises(GradientError, match=f"order 1 in mode '{mode}' along the direction is -?(nan|inf)"):
+        check_grads(lambda x: mpiad.mpi_sum(scale(x)), 1.5, order=1, modes=(mode,))
+    with pytest.raises(AdjointError, match="Aᵀ y has entries that aren't finite on rank 0"):
+        mpiad.testing.check_adjoint(lambda x: 2.0 * x, np.ones(2), adjoint=lambda y: y * (value if rank == 0 else 2.0))

@@ -370,6 +370,59 @@ def test_a_step_may_write_into_the_state_that_it_gets(kept):
     np.testing.assert_array_equal(start, [1.0, 2.0, 3.0])
 
 
+def _vaccinate(u, k, beta):
+    """Change the plain part of the state by plain numbers, after some entries were read and before others are."""
+    susceptible, infected, doses = u
+    contacts = beta * susceptible[1:] * infected[:1]
+    susceptible -= np.array([30.0, 10.0])
+    doses += k
+    new = beta * susceptible * infected + 0.1 * anp.concatenate([contacts, contacts])
+    return susceptible - new, 0.8 * infected + new * doses, doses
+
+
+def _vaccinate_without_changes(u, k, beta):
+    susceptible, infected, doses = u
+    contacts = beta * susceptible[1:] * infected[:1]
+    rest, given = susceptible - np.array([30.0, 10.0]), doses + k
+    new = beta * rest * infected + 0.1 * anp.concatenate([contacts, contacts])
+    return rest - new, 0.8 * infected + new * given, given
+
+
+@pytest.mark.serial
+@pytest.mark.filterwarnings("ignore:.*isn't compiled")
+@pytest.mark.parametrize("kept", [None, 2])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_step_may_change_the_plain_part_of_its_state(kept, is_jitted):
+    """In all derivatives, beside steps that change nothing: the values that were read before a change count."""
+
+    def infected(beta, step):
+        start = np.array([990.0, 1000.0]), np.array([10.0, 5.0]), np.zeros(2)
+        return anp.sum(scan(step, start, 5, beta, checkpoints=kept)[1] ** 2) * 1e-3
+
+    step = mpiad.jit(_vaccinate) if is_jitted else _vaccinate
+    changing, exact = (lambda beta, step=step: infected(beta, step) for step in (step, _vaccinate_without_changes))
+    for _ in range(2):
+        assert mpiad.grad(changing)(5e-4) == pytest.approx(plain_grad(exact)(5e-4), rel=1e-13)
+        assert mpiad.jvp(changing, 5e-4, 1.0)[1] == pytest.approx(plain_grad(exact)(5e-4), rel=1e-13)
+        second = plain_grad(plain_grad(exact))(5e-4)
+        assert mpiad.hvp(changing)(5e-4, 1.0) == pytest.approx(second, rel=1e-12)
+        assert mpiad.grad(mpiad.grad(changing))(5e-4) == pytest.approx(second, rel=1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 2])
+def test_steps_cannot_change_the_callers_inputs(kept):
+    inputs = np.ones((2, 3))
+
+    def step(u, k, x, c):
+        x *= 0.5
+        return u - c * x
+
+    with pytest.raises(ValueError, match="read-only"):
+        mpiad.grad(lambda c: anp.sum(scan(step, np.ones(3), 2, c, inputs=inputs, checkpoints=kept)))(1.0)
+    np.testing.assert_array_equal(inputs, 1.0)
+
+
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("kept", [None, 2])
 def test_the_variable_from_which_a_loop_starts_stays_as_it_is(kept, is_jitted, rank):
