@@ -59,11 +59,12 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
     call = "Domain.to_local"
     cells = _in_grid(domain, index, call)
     widths = np.array(domain.halo if halo else (0,) * len(domain.shape))
-    starts = np.array([cells.start for cells in domain.owned]) - widths
-    local = cells - starts
-    # Along a periodic dimension, a halo may contain cells of the opposite end of the grid.
-    local = np.where(np.array(domain.periodic), local % np.array(domain.shape), local)
-    outside = ((local < 0) | (local >= np.array(domain.local_shape) + 2 * widths)).any(axis=-1)
+    block, shape = np.array(domain.local_shape), np.array(domain.shape)
+    local = cells - [owned.start for owned in domain.owned]
+    # Along a periodic dimension, a halo may contain cells of the opposite end of the grid, or copies of the block's.
+    after = local % shape
+    local = widths + np.where(domain.periodic, np.where(after < block + widths, after, after - shape), local)
+    outside = ((local < 0) | (local >= block + 2 * widths)).any(axis=-1)
     if outside.any():
         cell = tuple(cells[outside][0].tolist())
         raise IndexError(

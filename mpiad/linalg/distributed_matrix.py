@@ -75,7 +75,8 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
-        image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
+        # A copy: the operator may write into its argument.
+        image = checked_product(matvec, own.reshape(shape).copy(), params, failures, call).ravel()
         gap = np.abs(image - plain.matvec(own))
         return np.where(gap <= np.finfo(image.dtype).eps ** 0.5 * scale, 0.0, gap)  # NaN remains
 
@@ -433,7 +434,9 @@ class DistributedMatrix:
         call, shape = "DistributedMatrix.from_operator", domain.local_shape
         with restoring_state(), suspended():
             probing = probing_of(domain, math.prod(shape), domain.comm, call)
-            return probed_matrix(matvec, params, shape, domain.comm, call, False, probing)
+            matrix = probed_matrix(matvec, params, shape, domain.comm, call, False, probing)
+            require_complete(matvec, params, shape, matrix, call)
+            return matrix
 
     def __repr__(self) -> str:
         rows, nnz = self.owned_rows, len(self._pattern.columns)

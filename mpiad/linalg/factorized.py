@@ -13,7 +13,7 @@ If p isn't a variable, a solve is a step of compiled programs, which are also di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
+from mpiad.programs.signature import form_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, mark_left, raise_together
@@ -64,6 +65,11 @@ class _Operator(NamedTuple):
     leaves: list  # copies of the plain leaves of the params
     shape: tuple[int, ...]
     takes_batches: bool
+
+    @property
+    def form(self) -> Hashable:
+        """The structure of the params."""
+        return form_of(self.params((), ()))
 
     def params(self, variables: Sequence[Array], indices: tuple[int, ...]) -> tuple:
         """Return the params, in which `variables` replace the leaves at `indices`."""
@@ -238,7 +244,8 @@ class _Factors:
 
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
-        same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
+        same = operator.shape == self.operator.shape and operator.form == self.operator.form
+        same = same and all(x is y for x, y in zip(options, self.options))
         return self._is_followed and same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: Sequence[object]) -> bool:

@@ -51,6 +51,8 @@ def test_in_the_halo(rank, periodic):
     np.testing.assert_array_equal(np.ravel_multi_index(found.T, shape), places[places >= 0])
     again = domain.to_local(found, halo=True)
     np.testing.assert_array_equal(places[tuple(again.T)], places[places >= 0])
+    mine = found[domain.owner(found) == rank]  # also of cells with a copy in the halo
+    np.testing.assert_array_equal(domain.to_local(mine, halo=True), domain.to_local(mine) + halo)
     for beyond in np.argwhere(places < 0)[:1]:
         with pytest.raises(IndexError, match=r"Domain.to_global: cell .* isn't in a grid of \(9, 8\) cells"):
             domain.to_global(beyond, halo=True)

@@ -542,3 +542,26 @@ def test_dtypes_that_differ_between_ranks_are_refused_on_all_ranks(rank_rng, ran
     with pytest.raises(ValueError, match="all ranks must"):
         solve.matrix.solve(b.ravel().astype(np.float32) if rank == 1 else b.ravel(), method="direct")
     case.close(solve(b), np.linalg.solve(case.matrix, case.b.ravel()))
+
+
+def _scaled(u, kappa, decay=0.0):
+    return kappa * u + decay * u
+
+
+def _scaled_by_name(u, params):
+    return (params["a"] if "a" in params else 10.0 * params["b"]) * u
+
+
+def test_params_of_another_structure_have_factors_of_their_own(size):
+    """Further params, and params with other names, whose first leaves have the same bits; beside a division."""
+    domain = Domain(3 * size)
+    b = np.arange(1.0, 3 * size + 1)[domain.owned]
+    for _ in range(2):
+        for params, divisor in (((2.0,), 2.0), ((2.0, 8.0), 10.0)):
+            np.testing.assert_allclose(factorized(_scaled, b, *params, pattern=domain)(b), b / divisor, rtol=1e-14)
+        for name, divisor in (("a", 2.0), ("b", 20.0)):
+            found = factorized(_scaled_by_name, b, {name: 2.0}, pattern=domain)(b)
+            np.testing.assert_allclose(found, b / divisor, rtol=1e-14)
+        total = lambda c: domain.sum(factorized(_scaled, b, 2.0, c, pattern=domain)(b))  # noqa: E731
+        value, slope = mpiad.value_and_grad(total, shared=True)(8.0)
+        assert (value, slope) == pytest.approx((domain.sum(b) / 10, -domain.sum(b) / 100), rel=1e-13)

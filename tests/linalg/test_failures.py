@@ -230,6 +230,20 @@ def test_kinds(b, rank, size):
         assert [said.split(":")[0] for said in found] == [elsewhere] * (size - 1) + [kind.__name__]
 
 
+@pytest.mark.parametrize("method", ["cg", "gmres"])
+def test_one_object_raised_again_is_an_error_on_all_ranks_again(b, method, rank, size):
+    kept = ValueError("out of range")
+
+    def matvec(u):
+        if rank == size - 1:
+            raise kept
+        return 2.0 * u
+
+    for _ in range(3):
+        found = on_all_ranks(lambda: solve(matvec, b, method=method), rank, size)
+        assert [said.split(":")[0] for said in found] == ["ValueError"] * size
+
+
 def test_each_its_own(b, rank, size):
     def matvec(u):
         raise IndexError(f"no row {rank}")

@@ -83,6 +83,11 @@ def test_what_is_refused(rank, size):
         DistributedMatrix.from_operator(lambda u: u + wide.exchange(u)[4:, 2:-2], domain)
     with pytest.raises(ValueError, match="isn't linear"):
         DistributedMatrix.from_operator(lambda u: u + 1.0, domain)
+    # An entry three columns away has the same color as the diagonal, which a count of the entries can't see.
+    domain, wide = Domain(4 * size + 3), Domain(4 * size + 3, halo=3)
+    with pytest.raises(ValueError, match="in row 3, the entry of column 0 is missing in the pattern"):
+        DistributedMatrix.from_operator(lambda u: 4 * u - wide.exchange(u)[:-6], domain)
+    domain = Domain((11, 8))
     with pytest.raises(TypeError, match="matvec must return an array of floats of shape .* but returned list"):
         DistributedMatrix.from_operator(lambda u: [1.0] if rank == size - 1 else u, domain)
     assert mpiad.mpi_allreduce(1) == size

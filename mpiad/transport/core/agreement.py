@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import itertools
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError Arithm
     ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
 KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
 KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
+
+moments = itertools.count()
+"""Numbers that agreements take, in their order."""
 
 # The exceptions of one rank that all ranks raise: a rank that left alone by `sys.exit` would leave the others waiting.
 FAILURES = Exception, SystemExit
@@ -98,13 +102,18 @@ class Group(Protocol):
 
 def agreed(group: Group, error: Exception) -> Exception:
     """Return the exception, marked as one that all ranks of a group raise, so that no rank waits for another."""
-    error.__dict__["_agreed_among"] = frozenset(group.members)
+    error.__dict__["_agreed_among"] = frozenset(group.members), next(moments)
     return error
 
 
-def agreed_among(error: BaseException) -> frozenset[int]:
-    """Return the world's ranks that all raise this exception or an equivalent one; empty if it isn't marked."""
-    return getattr(error, "_agreed_among", frozenset())
+def agreed_among(error: BaseException, since: int = 0) -> frozenset[int]:
+    """Return the world's ranks that all raise this exception or an equivalent one; empty if it isn't marked.
+
+    `since`: a number of `moments`. A mark from before doesn't count: the program may have kept the object, and one rank may
+    raise it again.
+    """
+    members, moment = getattr(error, "_agreed_among", (frozenset(), 0))
+    return members if moment >= since else frozenset()
 
 
 def mark_left(channels: Iterable[Used], error: BaseException, what: str) -> None:

@@ -40,6 +40,7 @@ from mpiad.transport.core.agreement import (
     failures_among,
     first_of,
     forget_agreement,
+    moments,
     raise_first,
 )
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
@@ -272,13 +273,13 @@ class DeferredFailures:
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], object] | None = None) -> Any:
         """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
-        fault, start = self._channel.fault, next(communications)
+        fault, start, since = self._channel.fault, next(communications), next(moments)
         try:
             out = fun(*args) if not self._is_part or name in self._communicated else self._among_members(name, fun, *args)
         except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
             alone = self._channel.size == 1 or recovers() or isinstance(error, DeadlockError)
-            if alone or set(self._channel.members) <= agreed_among(error):
+            if alone or set(self._channel.members) <= agreed_among(error, since):
                 raise
             spent, usual = next(communications) - start - 1, self._usual.get(name)
             self.note(error, LATE if usual is not None and spent >= usual else SOON)
