@@ -13,7 +13,9 @@ import dataclasses
 import math
 import operator
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -145,13 +147,16 @@ def _walk(tree: Tree, leaves: list[Array]) -> Callable:
 def _walk_dict(tree: Tree, leaves: list[Array]) -> Callable:
     keys = list(tree.keys())
     parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
-    # A subclass with another constructor, such as a defaultdict, becomes a dict.
-    kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
+    kind: Any = type(tree)
+    if kind is defaultdict:
+        kind = partial(defaultdict, tree.default_factory)
+    elif kind not in (OrderedDict, Counter) and not (isinstance(tree, dict) and kind.__init__ is dict.__init__):
+        kind = dict  # a subclass with another constructor becomes a dict
 
     def build(new: object) -> dict:
         # The leaves are sorted by key, but the keys of the result have the order of the user's dict.
         values = {key: part(new) for key, part in parts}
-        return kind((key, values[key]) for key in keys)
+        return kind({key: values[key] for key in keys})
 
     return build
 

@@ -1,6 +1,6 @@
 """Pytrees; formulas applied to many leaves at once, against NumPy leaf by leaf."""
 
-from collections import namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
 import autograd.numpy as anp
@@ -180,3 +180,20 @@ def test_results_are_of_the_same_container():
     ):  # fmt: skip
         assert type(make_vjp(fun)(x)[1]) is kind
         assert [type(part) for part in jvp(fun, x, x)] == [kind, kind]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dicts_of_the_standard_library_stay_what_they_are(compiled):
+    """In arguments, gradients and results; a missing key has the default."""
+    around = jit if compiled else lambda fun: fun
+    total = around(lambda d: anp.sum(d["b"] ** 2) * d["a"] + d["missing"])
+    for given in (defaultdict(float, b=np.arange(3.0), a=2.0), Counter(b=np.arange(3.0), a=2.0)):
+        for _ in range(2):
+            value, gradient = value_and_grad(total)(given)
+            assert (value, type(gradient), list(gradient), gradient["a"]) == (10.0, type(given), ["b", "a"], 5.0)
+            np.testing.assert_array_equal(gradient["b"], [0.0, 4.0, 8.0])
+            assert gradient["missing"] == 0.0
+    made = around(lambda x: OrderedDict(b=x, a=2 * x))
+    for x in (np.ones(2), np.zeros(2)):
+        found = made(x)
+        assert type(found) is OrderedDict and list(found) == ["b", "a"] and np.array_equal(found["a"], 2 * x)
