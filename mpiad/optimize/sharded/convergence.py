@@ -24,8 +24,8 @@ _POSITIVE = {
 _STOPPING = "gtol", "grtol", "ftol", "xtol", "catol", "maxiter", "maxfun"
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
-ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
-EVALUATIONS = Ending(1, "STOP: the limit of evaluations is reached. Raise maxfun, or accept the best point so far.")
+ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept x.")
+EVALUATIONS = Ending(1, "STOP: the limit of evaluations is reached. Raise maxfun, or accept x.")
 ABNORMAL = Ending(
     2,
     "ABNORMAL: no step along the steepest descent lowers the objective. Check the gradient (mpiad.testing.check_grads), "
