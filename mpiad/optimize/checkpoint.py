@@ -6,9 +6,10 @@ import contextlib
 import zlib
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy
 
 from mpiad.checkpoint_files import WriteFailures, files_of_ranks, read, require_same_problem, write
 from mpiad.optimize.evaluated_points import Point
@@ -16,6 +17,7 @@ from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 from mpiad.primitives.checks import positive_count
+from mpiad.pytrees import described, rebuilt
 from mpiad.transport.exits.signals import as_warnings
 
 
@@ -117,12 +119,20 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
     }
 
 
-class RootCheckpoint:
-    """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`settings` is None)."""
+_LIMITS = "maxiter", "maxfun", "max_nfev"  # options on which the result of a converged solve doesn't depend
 
-    def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, object], call: str = "minimize"):
+
+class RootCheckpoint:
+    """Writes and reads iterates and the result of a converged solve, on the root; without effect if `settings` is None."""
+
+    def __init__(
+        self, checkpoint: CheckpointFile | None, problem: dict[str, object], options: dict[str, object], call: str
+    ):
         self.settings, self._problem, self._call, self._failures = checkpoint, problem, call, WriteFailures(call)
         self._written = 0, b"", [0]  # iteration, point and counts of the last state
+        texts = {name: fingerprint(each) if isinstance(each, np.ndarray) else repr(each) for name, each in options.items()}
+        self._options = {name: text for name, text in texts.items() if name not in _LIMITS}
+        self.result: dict[str, Any] | None = None  # of an earlier run that converged with the same options
 
     def load(self) -> dict[str, np.ndarray] | None:
         """Return an earlier run's arrays, the gradient empty if it wasn't evaluated; None if there is no file."""
@@ -140,27 +150,48 @@ class RootCheckpoint:
         description, arrays = read(file)
         require_same_problem(file, description, self._problem, self._call)
         self._written = len(arrays["history"]) - 1, arrays["x"].tobytes(), arrays["counts"].tolist()
+        if description.get("options") == self._options:
+            self.result = {name: rebuilt(each, arrays) for name, each in description["result"].items()}
+            if isinstance(self.result.get("hess_inv"), list):
+                self.result["hess_inv"] = scipy.optimize.LbfgsInvHessProduct(*self.result["hess_inv"])
         return arrays
 
-    def write_if_due(self, record: Record, point: Point | None, counts: dict[str, int], ended: bool) -> None:
-        """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations by kind."""
+    def write_if_due(
+        self, record: Record, point: Point | None, counts: dict[str, int], result: dict[str, Any] | None = None
+    ) -> None:
+        """Write an iterate, if there is one and it is due, and the result of a solve that converged.
+
+        `counts` are the numbers of evaluations by kind; `result` is passed at the end of a solve.
+        """
         if self.settings is None or point is None:
             return
         iteration = record.iterations
-        if not ended and (iteration <= self._written[0] or iteration % self.settings.every):
+        if result is None and (iteration <= self._written[0] or iteration % self.settings.every):
             return
         # At the end of a solve an iterate is written again if the last line search has found a better point or made further
         # evaluations, which count for `maxfun`.
         state = iteration, point.x.tobytes(), list(counts.values())
-        if state == self._written:
+        converged = result if result and result["success"] else {}
+        if state == self._written and not converged:
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
         arrays = {"x": point.x, "value": np.array(point.value, dtype=float), "gradient": gradient}
         arrays |= {"counts": np.array(state[2]), "history": record.table()}
+        ending = {"options": self._options, "result": self._fields(converged, arrays)} if converged else {}
         try:
-            write(self.settings.file, self._problem, arrays.items())
+            write(self.settings.file, {**self._problem, **ending}, arrays.items())
         except OSError as error:
             self._failures.report(iteration, self._failures.reason(error, self.settings.file))
         else:
             self._failures.report(iteration, None)
             self._written = state
+
+    def _fields(self, result: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, list[Any]]:
+        """Return a description of the fields of a result, and add their arrays to `arrays`."""
+        fields = {}
+        for name, value in result.items():
+            if isinstance(value, scipy.optimize.LbfgsInvHessProduct):
+                value = [value.sk, value.yk]
+            with contextlib.suppress(TypeError):  # files don't contain sparse Jacobians of constraints
+                fields[name] = described(value, f"result/{name}", arrays, self._call)
+        return fields

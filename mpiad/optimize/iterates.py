@@ -145,7 +145,7 @@ class IteratesOfPoints(Iterates):
         if first is not None and not first.finite:  # "trust-constr" would continue up to `maxiter`
             raise EndMethod(Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Choose another x0."))
         row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
-        self.checkpoint.write_if_due(self.record, self._points.last_or_best, self._points.counts, ended=False)
+        self.checkpoint.write_if_due(self.record, self._points.last_or_best, self._points.counts)
         return self.call_callback(x, row)
 
 

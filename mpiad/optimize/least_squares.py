@@ -324,7 +324,7 @@ class _Problem(Iterates):
         if not first:
             row = self.add_row(self.iterate, self.counts["residuals"])
             if row.iteration > 0:
-                self.checkpoint.write_if_due(self.record, self.iterate, self.counts, ended=False)
+                self.checkpoint.write_if_due(self.record, self.iterate, self.counts)
                 self.call_callback(x, row)
         return found
 
@@ -389,7 +389,10 @@ def run_method(arguments: Arguments, program: Program, x0: Tree, solve: RootDriv
             "tr_solver": tr_solver,
             "bounds (checksum)": fingerprint(*(np.broadcast_to(np.asarray(each, float), start.shape) for each in limits)),
         }
-    problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, "least_squares"))
+    options = {name: value for name, value in keywords.items() if name not in ("bounds", "method")}  # see `description`
+    problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, options, "least_squares"))
+    if problem.checkpoint.result is not None:
+        return {**problem.checkpoint.result, "history": problem.record.history(), "evaluations": problem.counts}
     if solve.evaluation.gathers:
         solver = {"tr_solver": "lsmr", "loss": loss, "f_scale": f_scale}
     else:
@@ -406,13 +409,14 @@ def run_method(arguments: Arguments, program: Program, x0: Tree, solve: RootDriv
         result = problem.result_at_iterate(*_STOPPED)
     except EndMethod as end:
         result = problem.result_at_iterate(*end.ending)
-    problem.checkpoint.write_if_due(problem.record, problem.iterate, problem.counts, ended=True)
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
     outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
     history = problem.record.history()
     if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
-    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
+    outcome["nit"] = len(history.loss) - 1
+    problem.checkpoint.write_if_due(problem.record, problem.iterate, problem.counts, outcome)
+    return {**outcome, "history": history, "evaluations": problem.counts}
 
 
 def _loss_with_cost(z: np.ndarray) -> np.ndarray:
@@ -497,8 +501,8 @@ def least_squares(
     args : tuple
         Further arguments of `fun` and `jac`, which may differ between ranks.
     checkpoint : path or CheckpointFile, optional
-        As in `minimize`: the root writes the last iterate, and the same call restarts from it. `max_nfev` counts the
-        evaluations of all runs.
+        As in `minimize`: the root writes the last iterate, and the same call restarts from it, or returns the result if the
+        solve has converged. `max_nfev` counts the evaluations of all runs.
     options : dict, optional
         ``{"on_signal": "return"}``, as in `minimize`.
     progress : bool

@@ -129,8 +129,8 @@ def minimize(
         File for the state of the solve, written atomically every 10 iterations (or as set by
         `mpiad.optimize.CheckpointFile`) and at the end. If it exists, the solve resumes from it. With sharded methods each
         rank writes its own files next to this path; a solve then resumes bit for bit on the same number of ranks, and up to
-        rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the solve ends after the
-        current iteration, the state is written, and the job ends.
+        rounding on another. Other methods resume from the last iterate. If the solve has converged, its result is returned.
+        After SIGTERM on any rank the solve ends after the current iteration, the state is written, and the job ends.
     progress : bool
         Whether the root shows its progress on standard error: each iterate, and an estimate of the remaining time if
         `maxiter` or `maxfun` is among the options.

@@ -44,15 +44,17 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.channel.size)}
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
-    iterates = IteratesOfPoints(points, arguments.callback, solve, RootCheckpoint(arguments.checkpoint, problem))
+    iterates = IteratesOfPoints(points, arguments.callback, solve, _root_checkpoint(arguments, problem, constraints, start))
     start = iterates.resume(start)
-    if iterates.record.iterations and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
+    if iterates.checkpoint.result is not None:
+        return {**iterates.checkpoint.result, "history": iterates.record.history(), "evaluations": dict(points.counts)}
+    if iterates.record.iterations and method.has_maxiter and options.get("maxiter") is not None:  # includes earlier runs
         options = {**options, "maxiter": max(options["maxiter"] - iterates.record.iterations, 0)}
     feasible = np.ravel(getattr(arguments.bounds, "keep_feasible", False))
     try:
         if points.exhausted:  # by earlier runs
             raise points.limit_reached()
-        if iterates.record.iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
+        if iterates.record.iterations and method.has_maxiter and options.get("maxiter") == 0:  # SciPy makes one iteration
             iterates.value(start)
             points.gradient(start)
             done = f"STOP: all {iterates.record.iterations} iterations are done. Raise options['maxiter']"
@@ -90,7 +92,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         result = partial_result(Ending(3, text), points, iterates.record.iterations, at_best=True)
     if not result.success and points.first is not None and not points.first.finite:
         result.message += solve.request("not_finite", points.first.x)
-    iterates.checkpoint.write_if_due(iterates.record, points.last_or_best, points.counts, ended=True)
+    iterates.checkpoint.write_if_due(iterates.record, points.last_or_best, points.counts, result)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}
 
@@ -106,6 +108,20 @@ def _bounds_and_constraints(
     if constraints and not method.constrained:
         raise ValueError(f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'.")
     return box, [constraint_of(each, solve.packing, solve.channel) for each in constraints]
+
+
+def _root_checkpoint(
+    arguments: MethodArguments, problem: dict[str, object], constraints: list[Constraint], x0: np.ndarray
+) -> RootCheckpoint:
+    """Return the checkpoint of a solve, whose result depends on the problem, the options, `tol` and the constraints."""
+    checksums = []
+    for constraint in constraints if arguments.checkpoint is not None else ():
+        # The matrix of a linear constraint may be large and sparse; it is multiplied by a vector without zeros.
+        linear = isinstance(constraint.for_scipy, scipy.optimize.LinearConstraint)
+        values = constraint.values(np.cos(np.arange(x0.size)) if linear else x0)
+        checksums.append(fingerprint(*(np.asarray(part, float) for part in (constraint.low, constraint.high, values))))
+    options = {**(arguments.options or {}), "tol": arguments.tol, "constraints (checksum)": checksums}
+    return RootCheckpoint(arguments.checkpoint, problem, options, "minimize")
 
 
 def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict]:
@@ -129,6 +145,7 @@ class Method(NamedTuple):
     gradient_with_value: bool  # whether its line search always needs the gradient together with the value
     products: bool  # whether it uses Hessian products
     has_maxfun: bool = False  # whether it has the option `maxfun`
+    has_maxiter: bool = True  # whether it has the option `maxiter`
     bounded: bool = False  # whether it supports bounds
     constrained: bool = False  # whether it supports constraints
 
@@ -138,7 +155,7 @@ _METHODS = {
     "l-bfgs-b": Method("L-BFGS-B", True, False, True, bounded=True),
     "bfgs": Method("BFGS", True, False),
     "cg": Method("CG", True, False),
-    "tnc": Method("TNC", True, False, True, bounded=True),
+    "tnc": Method("TNC", True, False, True, has_maxiter=False, bounded=True),
     "slsqp": Method("SLSQP", False, False, bounded=True, constrained=True),
     "newton-cg": Method("Newton-CG", False, True),
     "trust-ncg": Method("trust-ncg", False, True),

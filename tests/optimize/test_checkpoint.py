@@ -15,10 +15,12 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy
 from killed_solve import killed_and_started_again
 from mpi4py import MPI
 
 import mpiad
+from mpiad.checkpoint_files import read, write
 from mpiad.errors import WorkerError
 from mpiad.optimize import CheckpointFile, least_squares
 from mpiad.transport.exits import signals
@@ -474,3 +476,137 @@ def test_only_who_writes_needs_the_folder(folder: Path, rank: int, size: int) ->
     given = folder / "elsewhere" / "run.npz" if rank == root else folder / "run.npz"
     with pytest.raises(ValueError, match=f"doesn't exist: {folder / 'elsewhere'}. Create it"):
         mpiad.minimize(valley, START, root=root, checkpoint=given)
+
+
+def converging() -> list[Any]:
+    methods = [
+        pytest.param(MINIMIZE, {"method": name}, id=name, marks=[] if name in ON_ALL_RANKS else pytest.mark.one_rank)
+        for name in (*METHODS, "trust-krylov")
+    ]
+    scales = {"linear": np.array([1.0, 1.5, 2.0]), "cauchy": 1.0}
+    squares = [
+        pytest.param(SQUARES, {"tr_solver": solver, "loss": loss, "x_scale": scales[loss]}, id=f"{solver}-{loss}")
+        for solver in ("exact", "lsmr")
+        for loss in scales
+    ]
+    return methods + squares
+
+
+def assert_same(again: Any, first: Any) -> None:
+    assert set(again) == set(first)
+    for name in set(first) - {"history", "hess_inv"}:
+        assert type(again[name]) is type(first[name]), name
+        np.testing.assert_equal(again[name], first[name], err_msg=name)
+    for column, expected in zip(again.history, first.history):
+        np.testing.assert_array_equal(column, expected)
+    if "hess_inv" in first:
+        np.testing.assert_array_equal(again.hess_inv @ np.eye(4), first.hess_inv @ np.eye(4))
+
+
+@pytest.mark.parametrize(("solver", "settings"), converging())
+def test_a_converged_solve_returns_the_same_result_at_once(solver: Solver, settings: dict[str, Any], folder: Path) -> None:
+    """Also if it converged in its last evaluation, and then with any limit."""
+    called: list[int] = []
+
+    def counted(x: Any) -> Any:
+        called.append(1)
+        return solver.fun(x)
+
+    counts = solver.solve(None, **settings).evaluations
+    limit: dict[str, Any] = {"max_nfev": counts["residuals"]} if solver is SQUARES else {}
+    limit = limit or {"options": {"maxfun": counts["value"] + counts["both"]}}
+    first = solver.solve(folder / "run.npz", **settings, **limit)
+    np.testing.assert_allclose(first.x, 1.0, atol=solver.accuracy)
+    assert first.success
+    for keywords in (limit, limit, {}):
+        assert_same(solver.solve(folder / "run.npz", counted, **settings, **keywords), first)
+    assert called == []
+
+
+@pytest.mark.parametrize("method", ["SLSQP", "trust-ncg"])
+def test_a_solve_that_converges_in_the_last_iteration_remains_a_success(method: str, folder: Path) -> None:
+    options = {"maxiter": solve(None, method=method).nit}
+    first, again = (solve(folder / "run.npz", method=method, options=options) for _ in range(2))
+    assert (first.success, again.success) == (True, True)
+    assert (again.status, again.message, again.nit) == (first.status, first.message, options["maxiter"])
+
+
+@pytest.mark.filterwarnings("ignore:Unknown solver options")
+def test_tnc_has_no_limit_of_iterations(folder: Path) -> None:
+    first = solve(folder / "run.npz", method="TNC", options={"maxfun": 40, "maxiter": 2})
+    second = solve(folder / "run.npz", method="TNC", options={"maxfun": 1000, "maxiter": 2})
+    assert first.nit > 2 and not first.success
+    assert second.success and second.nit > first.nit
+    np.testing.assert_allclose(second.x, 1.0, atol=1e-3)
+
+
+@SOLVERS
+def test_goes_on_with_other_tolerances(solver: Solver, folder: Path) -> None:
+    rough, fine = ({"tol": 1e-2}, {"tol": 1e-9}) if solver is MINIMIZE else ({"gtol": 1.0}, {"gtol": 1e-10})
+    first = solver.solve(folder / "run.npz", **rough)
+    second = solver.solve(folder / "run.npz", **fine)
+    assert first.success and second.success and second.nit > first.nit
+    np.testing.assert_allclose(second.x, 1.0, atol=solver.accuracy)
+    assert np.abs(first.x - 1.0).max() > np.abs(second.x - 1.0).max()
+    assert_same(solver.solve(folder / "run.npz", **fine), second)
+
+
+@SOLVERS
+def test_goes_on_after_a_callback_that_ended_the_solve(solver: Solver, folder: Path) -> None:
+    def stops(x: Any) -> None:
+        raise StopIteration
+
+    first = solver.solve(folder / "run.npz", callback=stops)
+    second = solver.solve(folder / "run.npz", callback=None)
+    assert (first.nit, first.success, second.success) == (1, False, True) and second.nit > 1
+
+
+@SOLVERS
+def test_a_file_of_an_earlier_version_is_read(solver: Solver, folder: Path, rank: int) -> None:
+    """It contains the state, but not the result."""
+    first = solver.solve(folder / "run.npz")
+    if rank == 0:
+        description, arrays = read(folder / "run.npz")
+        for name in ("options", "result"):
+            del description[name]
+        state = [(name, array) for name, array in arrays.items() if "/" not in name]
+        write(folder / "run.npz", description, state)
+    MPI.COMM_WORLD.Barrier()
+    again = solver.solve(folder / "run.npz")
+    assert again.nfev > first.nfev and again.nit >= first.nit
+    np.testing.assert_allclose(again.x, 1.0, atol=solver.accuracy)
+
+
+ROW = np.array([[1.0, 1.0, 1.0, 1.0]])
+LIMITED: dict[str, Callable[[float], Any]] = {  # sum(x) <= limit, the last one with a matrix that depends on the limit
+    "dict": lambda limit: {"type": "ineq", "fun": lambda x, limit: limit - anp.sum(x), "args": (limit,)},
+    "function": lambda limit: scipy.optimize.NonlinearConstraint(lambda x: anp.sum(x) - limit, -np.inf, 0.0),
+    "limits": lambda limit: scipy.optimize.NonlinearConstraint(anp.sum, -np.inf, limit),
+    "linear": lambda limit: scipy.optimize.LinearConstraint(ROW, -np.inf, limit),
+    "matrix": lambda limit: scipy.optimize.LinearConstraint(scipy.sparse.csr_array(ROW / limit), -np.inf, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [*(("SLSQP", kind) for kind in LIMITED), ("trust-constr", "function"), ("trust-constr", "matrix")]
+)
+@pytest.mark.filterwarnings("ignore:delta_grad == 0.0")
+def test_goes_on_with_other_constraints(method: str, kind: str, folder: Path) -> None:
+    """The minimizer of the distance from 1 is a quarter of the limit in each component."""
+    called: list[int] = []
+
+    def distance(x: Any) -> Any:
+        called.append(1)
+        return anp.sum((x - 1.0) ** 2)
+
+    results = []
+    for limit in (2.0, 2.0, 1.0):
+        called.clear()
+        settings: dict[str, Any] = {"method": method, "constraints": LIMITED[kind](limit), "objective": "mean"}
+        results.append(mpiad.minimize(distance, np.zeros(4), checkpoint=folder / "run.npz", **settings))
+        assert results[-1].success and (called == []) == (len(results) == 2)
+        np.testing.assert_allclose(results[-1].x, limit / 4, atol=1e-3)
+    if method == "SLSQP":
+        assert_same(results[1], results[0])
+    else:
+        np.testing.assert_equal(results[1].v, results[0].v)
