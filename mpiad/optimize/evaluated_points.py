@@ -16,6 +16,7 @@ _MAX_STORED = 4  # number of stored points, since a line search may accept an ea
 # In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of its length. For
 # log barriers, values from 0.2 to 0.4 need the fewest evaluations.
 RETREAT = 0.3
+RTOL_OF_VALUES = 1e-8  # a larger relative difference of two values at one point means that the function has changed
 
 
 class Ending(NamedTuple):
@@ -122,6 +123,11 @@ class Points:
         if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(iterate.value)):
             return pair
         return iterate.value + slope * (1.0 - 0.5 / RETREAT), step * (slope * (1.0 - 1.0 / RETREAT) / square)
+
+    def is_still(self, point: Any) -> bool:
+        """Return whether the objective has the value of an earlier run, by an evaluation that isn't counted."""
+        found = self._request(self._for_value, point.x)
+        return math.isclose(found[0] if self._for_value == "both" else found, point.value, rel_tol=RTOL_OF_VALUES)
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""

@@ -8,6 +8,7 @@ with J and its transpose instead, for which vectors of residuals are gathered on
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from mpiad.optimize.checkpoint import (
     problem_of,
     without_on_signal,
 )
-from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, EndMethod, Point
+from mpiad.optimize.evaluated_points import INTERRUPTED, RTOL_OF_VALUES, STOPPED, Ending, EndMethod, Point
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates, result_like_x0
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
@@ -298,17 +299,23 @@ class _Problem(Iterates):
         self.counts[name] += 1
         return found
 
+    def is_still(self, point: Any) -> bool:
+        """Return whether the cost has the value of an earlier run, by an evaluation that isn't counted."""
+        return math.isclose(self._cost_of(self._request("residuals", point.x)), point.value, rel_tol=RTOL_OF_VALUES)
+
+    def _cost_of(self, found: np.ndarray) -> float:
+        return 0.5 * (self._evaluation.weighted(found)[0] if self._evaluation.gathers else float(found[0]))
+
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
         if self.checkpoint.settings is not None and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         found: np.ndarray = self._carry_out("residuals", "residuals", x)
-        if self._evaluation.gathers:
-            self._cost, self.last_residuals = 0.5 * self._evaluation.weighted(found)[0], found
-        else:
+        self._cost, self.last_residuals = self._cost_of(found), found
+        if not self._evaluation.gathers:
             # For n variables, n + 1 residuals (n + 2 with a loss): the norm of all residuals, the root of twice the cost.
             # SciPy's trust region shrinks if a cost isn't finite.
-            self._cost, self.last_residuals = 0.5 * float(found[0]), np.zeros(x.size + 1 + self._robust)
+            self.last_residuals = np.zeros(x.size + 1 + self._robust)
             roots = np.sqrt(found[::-1]) if np.all(np.isfinite(found)) else np.full(2, np.nan)
             self.last_residuals[: 1 + self._robust] = roots[: 1 + self._robust]
         if (self.iterate is None or self._restarted) and not np.all(np.isfinite(self.last_residuals)):
@@ -391,7 +398,7 @@ def run_method(arguments: Arguments, program: Program, x0: Tree, solve: RootDriv
         }
     options = {name: value for name, value in keywords.items() if name not in ("bounds", "method")}  # see `description`
     problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, options, "least_squares"))
-    if problem.checkpoint.result is not None:
+    if problem.checkpoint.result is not None and problem.is_still(problem.iterate):
         return {**problem.checkpoint.result, "history": problem.record.history(), "evaluations": problem.counts}
     if solve.evaluation.gathers:
         solver = {"tr_solver": "lsmr", "loss": loss, "f_scale": f_scale}

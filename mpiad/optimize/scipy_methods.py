@@ -46,7 +46,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
     iterates = IteratesOfPoints(points, arguments.callback, solve, _root_checkpoint(arguments, problem, constraints, start))
     start = iterates.resume(start)
-    if iterates.checkpoint.result is not None:
+    if iterates.checkpoint.result is not None and points.is_still(iterates.record.last):
         return {**iterates.checkpoint.result, "history": iterates.record.history(), "evaluations": dict(points.counts)}
     if iterates.record.iterations and method.has_maxiter and options.get("maxiter") is not None:  # includes earlier runs
         options = {**options, "maxiter": max(options["maxiter"] - iterates.record.iterations, 0)}
