@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -29,6 +29,7 @@ from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import computes_as_ndarray, is_writable, same_bits
+from mpiad.compiling.numpy_functions import rule_of
 from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.primitives.request import Request
@@ -46,6 +47,7 @@ from mpiad.programs.traced_array import (
     Ref,
     Step,
     TracedArray,
+    added_at,
     array_of,
     ask_for_integer,
     cast,
@@ -57,6 +59,7 @@ from mpiad.programs.traced_array import (
     quotient,
     reason_of_conversion,
     scale_of,
+    take,
     with_entries,
 )
 from mpiad.transport import Channel, Spec, channel
@@ -71,6 +74,8 @@ _NO_OBJECTS = (
     ": in place of lists of traced values write np.where or np.stack, and in place of a product with a sparse matrix of "
     "SciPy mpiad.linalg.sparse_matmul(A, x)"
 )
+
+_CATCHES = "it catches exceptions that depend on values: catch them around the jitted function, or leave this part out"
 
 
 def _root(value: Any) -> Any:
@@ -90,6 +95,33 @@ _SHAPED_BY_INTEGERS = frozenset(
     getattr(np, name)
     for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
+
+# Functions that raise no exceptions that depend on values, besides those that loops compute (`rule_of`) and ufuncs.
+_NEVER_RAISING = frozenset({cast, quotient, scale_of, array_of}) | frozenset(
+    getattr(np, name)
+    for name in """argmax argmin argsort array_split atleast_1d atleast_2d atleast_3d broadcast_to column_stack concatenate
+    copy cross cumprod cumsum diag diagonal diff dot dstack einsum expand_dims flip fliplr flipud hstack inner kron moveaxis
+    outer pad ravel repeat reshape roll rollaxis rot90 sort split squeeze stack std swapaxes tensordot tile trace transpose
+    tril triu var vdot vstack""".split()
+)
+
+
+def _may_raise(fun: Callable, args: Sequence[Any]) -> bool:
+    """Return whether a call may raise an exception that depends on traced values."""
+    if fun in (take, with_entries, added_at):  # an index out of range
+        return bool(_traced_in(args[1]))
+    if fun is np.power:  # a negative power of an integer
+        return bool(_traced_in(args[1])) and all(np.result_type(x).kind in "iu" for x in plain(tuple(args[:2])))
+    if type(fun) is np.ufunc or fun in _NEVER_RAISING:
+        return False
+    package = getattr(fun, "__module__", None)
+    return package == "numpy.linalg" or package != "numpy.fft" and rule_of(fun) is None
+
+
+def _traced_in(x: Any) -> list[TracedArray]:
+    found: list[Any] = []
+    mapped(x, found.append)
+    return [part for part in found if isinstance(part, TracedArray)]
 
 
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -153,11 +185,12 @@ class Recorder:
         # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
         self.channels: set[Used] = set()
+        self._outermost: FrameType | None = None  # the user's frame around the trace
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
 
     def __enter__(self) -> None:
         # The functions that communicate count messages, which the trace doesn't send.
-        self._counts, self.open = message_counts(), True
+        self._counts, self.open, self._outermost = message_counts(), True, calls.user_frame(sys._getframe(1))[0]
         self.around, tracing.contexts = tracing.contexts, self
         calls.note(self)  # so that communications of adjoints are attributed to their forward calls
         with _lock:
@@ -185,7 +218,7 @@ class Recorder:
             if _open_recorders == {self}:
                 _report_recording(False)
             _open_recorders.discard(self)
-        self.open, self._counts, self._notes = False, [], None
+        self.open, self._counts, self._notes, self._outermost = False, [], None, None
         for kept in (self._constant_of, self._holders, self._inputs):
             kept.clear()
 
@@ -325,9 +358,20 @@ class Recorder:
                 other.stale = target
         target.number = number
 
+    def _check_exceptions(self, args: Any, may_raise: bool) -> None:
+        """End the trace if user code handles exceptions that depend on values: a trace doesn't have the values."""
+        if not {"raise", "call"}.isdisjoint(np.geterr().values()):  # since traces begin with "ignore"
+            self.refuse("it raises FloatingPointError by np.errstate: write np.where, or np.isfinite of the result")
+        if may_raise and calls.is_caught(sys._getframe(2), self._outermost):
+            for x in _traced_in(args):
+                if x.dtype.kind in "iu" and not x.shape:  # the function may be traced for each integer
+                    self.ask(x, _CATCHES)
+            self.refuse(_CATCHES)
+
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a NumPy function, and record it."""
         self.require_open()
+        self._check_exceptions(args, _may_raise(fun, args))
         if fun in _SHAPED_BY_INTEGERS:
             mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
@@ -385,6 +429,7 @@ class Recorder:
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Record a function whose result determines how a call continues; replays require the noted result."""
+        self._check_exceptions((), True)
         outcome = self._noted(fun)
         # None is the result of functions that only raise errors.
         self._step("settle", fun, self.referenced(args), (), {} if outcome is None else {"expected": outcome})
@@ -393,6 +438,7 @@ class Recorder:
     def opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None = None) -> tuple[Any, ...]:
         """Record a function that isn't traced, and that returns arrays followed by one other object."""
         # `specs`: those of the arrays, if they are the same in each run.
+        self._check_exceptions((), True)
         references = self.referenced(args)
         noted, rest, communicates = self._noted(fun) if specs is None else (specs, object(), True)
         self.channels |= {(x, False) for x in args if isinstance(x, Channel)}
@@ -412,6 +458,7 @@ class Recorder:
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record an operator of `mpiad.extend`."""
+        self._check_exceptions((), True)
         if operator.spec_of is None and _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(map(hides_traced, (operator.fun, *args, *kwargs.values()))):
@@ -505,6 +552,7 @@ class Recorder:
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""
         self.require_open()
+        self._check_exceptions(args, _may_raise(fun, args))
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
@@ -520,6 +568,7 @@ class Recorder:
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
         """Set entries of an array; the array gets the number of the result."""
         self.require_open()
+        self._check_exceptions(key, bool(_traced_in(key)))
         place, new = plain(key), plain(value)
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
         # total[key].

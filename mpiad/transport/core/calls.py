@@ -7,6 +7,7 @@ and ends. The record of an adjoint may contain others, since adjoints consist of
 
 from __future__ import annotations
 
+import dis
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from dis import opmap
-from functools import cache
+from functools import cache, lru_cache
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -325,6 +326,40 @@ def is_raised_by_user(error: BaseException) -> bool:
     if error.__traceback__ is None or isinstance(error, (TypeError, AttributeError, AssertionError, NotImplementedError)):
         return False
     return _kind(frame.f_code) == 0 and frame.f_code.co_code[last] == opmap["RAISE_VARARGS"]
+
+
+def is_caught(frame: FrameType | None, outermost: FrameType | None) -> bool:
+    """Return whether user code, between a frame and its caller `outermost`, catches exceptions by an `except`."""
+    while frame is not None and frame is not outermost:
+        if _kind(frame.f_code) == 0 and _is_in_try(frame.f_code, frame.f_lasti):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# The first of these instructions distinguishes an `except` from `with` and `finally`, which raise the exception again.
+_DECIDING = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "POP_EXCEPT", "RERAISE"}
+
+
+@lru_cache(maxsize=1000)
+def _is_in_try(code: CodeType, at: int) -> bool:
+    """Return whether an instruction is in the body of a `try` with an `except`."""
+    handlers: list[int] = []
+    if sys.version_info >= (3, 11):
+        table = dis.Bytecode(code).exception_entries
+        while found := [entry.target for entry in table if entry.start <= at < entry.end and entry.target not in handlers]:
+            at = found[0]
+            handlers.append(at)
+    else:
+        begun = [x for x in dis.get_instructions(code) if x.opname in ("SETUP_FINALLY", "SETUP_WITH") and x.offset <= at]
+        handlers += [x.argval for x in begun if at < x.argval]
+    for handler in handlers:
+        names = [x.opname for x in dis.get_instructions(code) if x.offset >= handler]
+        if sys.version_info >= (3, 11) and names.pop(0) != "PUSH_EXC_INFO":
+            continue  # it cleans up after another handler
+        if names[0] == "POP_TOP" or next((x for x in names if x in _DECIDING), "") != "RERAISE":
+            return True
+    return False
 
 
 def entry(code: CodeType | None) -> str:
