@@ -249,6 +249,21 @@ def _is_in_scipy(frame: FrameType | None) -> bool:
     return frame is not None and name.startswith("scipy.") and not name.startswith("scipy.sparse")
 
 
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame is of this library or of autograd."""
+    return frame.f_globals.get("__name__", "").startswith(("mpiad.", "autograd."))
+
+
+_IN_MEMORY = "flags", "strides", "base", "data", "ctypes"
+
+
+def _reason_against_attribute(name: str) -> str:
+    if name in _IN_MEMORY:
+        return f"it reads {name} of a traced array, whose memory may differ in other calls"
+    function = f", such as np.{name}" if hasattr(np, name) else ""
+    return f"a traced array has no {name!r}: call a function of autograd.numpy{function}"
+
+
 _INDEX = "it indexes an array of numbers by traced integers: pass this array as an argument"
 
 
@@ -363,7 +378,7 @@ class TracedArray:
         return self if kind in (None, np.ndarray) else self.ask_for_value(f"it views traced values as {kind}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "size", "itemsize", "nbytes", "strides", "flags", "device"):
+        if name in ("ndim", "size", "itemsize", "nbytes", "device"):
             return getattr(self.value, name)
         if name in _PARTS:
             return self.recorder.call(_PARTS[name], (self,), {})
@@ -371,6 +386,13 @@ class TracedArray:
             return np.swapaxes(self, -1, -2)
         if name in _METHODS:
             return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
+        if _is_ours(sys._getframe(1)):
+            if name in ("strides", "flags"):
+                return getattr(self.value, name)
+        elif not name.startswith("_") and hasattr(plain(self), name):
+            # User code may catch an AttributeError, and take the branch for other types.
+            self.recorder.require_open()
+            self.recorder.refuse(_reason_against_attribute(name))
         raise AttributeError(f"a traced array has no {name!r}")
 
     # Operations that need the values, and therefore end the trace in failure.
