@@ -148,12 +148,11 @@ def replaced(params: Any, kind: type, leaf: Callable[[Any], object]) -> Any:
 _boxes = Box.types
 _NEEDED = "if, while, and, or, not, float, int, item, math.sin"
 CONTROL_FLOW = f"control flow depends on a traced value ({_NEEDED}): write np.where(x > 0, ...)"
-# Functions whose results depend on the shapes, dtypes and memory of the arguments only.
+# Functions whose results depend on the shapes and dtypes of the arguments only.
 _STATIC = frozenset(
-    getattr(np, name)
-    for name in """can_cast common_type iscomplexobj isrealobj may_share_memory ndim result_type shape shares_memory
-    size""".split()
+    getattr(np, name) for name in "can_cast common_type iscomplexobj isrealobj ndim result_type shape size".split()
 )
+_OF_MEMORY = frozenset({np.may_share_memory, np.shares_memory})
 
 
 # Python's arithmetic on numbers raises exceptions where NumPy's returns inf or nan, and its integers don't overflow.
@@ -254,12 +253,13 @@ def _is_ours(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith(("mpiad.", "autograd."))
 
 
+_MAY_DIFFER = "whose memory may differ in other calls"
 _IN_MEMORY = "flags", "strides", "base", "data", "ctypes"
 
 
 def _reason_against_attribute(name: str) -> str:
     if name in _IN_MEMORY:
-        return f"it reads {name} of a traced array, whose memory may differ in other calls"
+        return f"it reads {name} of a traced array, {_MAY_DIFFER}"
     function = f", such as np.{name}" if hasattr(np, name) else ""
     return f"a traced array has no {name!r}: call a function of autograd.numpy{function}"
 
@@ -321,7 +321,10 @@ class TracedArray:
         self.recorder.refuse(f"{out_is_plain}: take its result, or write a = a + x instead of a += x; {SUMS}")
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
-        if function in _STATIC:
+        if function in _OF_MEMORY and not _is_ours(sys._getframe(1)):
+            self.recorder.require_open()
+            self.recorder.refuse(f"it calls numpy.{function.__name__} of traced arrays, {_MAY_DIFFER}")
+        if function in _STATIC or function in _OF_MEMORY:
             return function(*plain(args), **plain(kwargs))
         if function is np.einsum and type(args[0]) is str and not kwargs.keys() - {"optimize"}:
             made = contraction(args[0], args[1:])

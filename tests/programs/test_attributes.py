@@ -45,9 +45,17 @@ def by_owner(x, y):
     return x + 1.0 if y.base is None else x * 2.0
 
 
+def by_sharing(x, y):
+    return x + 1.0 if np.shares_memory(y, TABLE) else x * 2.0
+
+
+def by_bounds(x, y):
+    return x + 1.0 if np.may_share_memory(TABLE, y) else x * 2.0
+
+
 TABLE = np.arange(6.0)
 COLUMN = np.ones((3, 2))[:, 0]
-LACKING, LAYOUT = [median, with_default, asked, of_results], [by_order, by_strides, by_owner]
+LACKING, LAYOUT = [median, with_default, asked, of_results], [by_order, by_strides, by_owner, by_sharing, by_bounds]
 GIVEN = [X, COLUMN, TABLE[:3], TABLE[::2], X + 1]
 
 
@@ -99,3 +107,9 @@ def test_sizes_are_known():
         return x * (x.size + x.ndim + x.itemsize + x.nbytes)
 
     np.testing.assert_array_equal(mpiad.jit(fun, strict=True)(X), fun(X))
+
+
+def test_one_array_twice():
+    """The page says so."""
+    compiled = mpiad.jit(lambda x, y: 2.0 * x if x is y else 3.0 * x, strict=True)
+    np.testing.assert_array_equal(compiled(X, X), 3.0 * X)
