@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box, getval
@@ -115,6 +115,7 @@ def _traced_on_tape(
         run = trace_backwards(lambda call: keeping_arguments(cache.fun)(*call[0], **call[1]), variables)
         if run.problem is not None:
             recorder.refuse(run.problem.text)
+        recorder.check_results(run.values)
         recorder.part = 1
         inside = in_program(run.values)
         gs = [recorder.input(like(spec_like(x.value))) for x, is_in in zip(run.values, inside) if is_in]
@@ -192,10 +193,13 @@ def _called_with_tangents(cache: ProgramCache, arguments: Arguments, boxed: list
     tape: Any = tracing.tape
     boxed = [k for k in boxed if arguments.leaves[k]._trace == tape.number]
     both = derived((arguments.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, arguments.build, boxed))
-    leaves = [x._value if k in boxed else x for k, x in enumerate(arguments.leaves)]
+    leaves = _Leaves([x._value if k in boxed else x for k, x in enumerate(arguments.leaves)])
+    leaves.interpreted = partial(_interpreted_on, tape, cache.fun, arguments)
     # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
         made = both(leaves, [arguments.leaves[k]._node.g for k in boxed])
+    if type(made) is _Interpreted:
+        return made.result
     (values, build), (tangents, _) = map(flatten, made)
     result, changes, same = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
     for k, new in changes.items():
@@ -206,12 +210,33 @@ def _called_with_tangents(cache: ProgramCache, arguments: Arguments, boxed: list
     return build([arguments.leaves[same[i]] if i in same else x for i, x in enumerate(leaves)])
 
 
+class _Leaves(list):
+    """The leaves of a call with tangents; in a trace, without `interpreted`: a function that makes the call on its tape."""
+
+    interpreted: Callable[[], _Interpreted] | None = None
+
+
+class _Interpreted(NamedTuple):
+    """The result of a call that isn't compiled, which was made on the tape of its caller."""
+
+    result: Tree
+
+
+def _interpreted_on(tape: Tape, fun: Function, arguments: Arguments) -> _Interpreted:
+    # Objects in the result may contain values with tangents on this tape.
+    with suspended(tape, body=False):
+        return _Interpreted(fun(*arguments.args, **arguments.kwargs))
+
+
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     """Return a function of the leaves and of tangents of some of them, which returns value and tangent of `called`."""
     # `called` returns the result of `fun`, those arguments that it has changed in place, by the index of the leaf, and the
     # indices of those that are leaves of the result themselves, by the index there.
 
-    def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
+    def both(leaves: _Leaves, tangents: list[Array]) -> Any:
+        if leaves.interpreted is not None:
+            return leaves.interpreted()
+
         def called(call: tuple) -> tuple[Tree, dict[int, Array], dict[int, int]]:
             arguments = flatten(call)[0]
             nodes = {k: arguments[k]._node for k in places}

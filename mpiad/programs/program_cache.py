@@ -208,6 +208,7 @@ def traced_parts(fun: Function, arguments: Arguments, recorder: Recorder) -> tup
     with recorder:
         args, kwargs = arguments.build(recorder.arguments(arguments))
         leaves, build = flatten(fun(*args, **kwargs))
+        recorder.check_results(leaves)
     return [leaves], build
 
 

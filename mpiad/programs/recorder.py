@@ -70,6 +70,8 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 
 _OBJECT = np.dtype(object)
+_AT_END = "at the end of the jitted function"
+_MOST_OF_RESULT = 20_000  # the number of objects among which `check_results` looks for traced values, some 50 ms
 _NO_OBJECTS = (
     ": in place of lists of traced values write np.where or np.stack, and in place of a product with a sparse matrix of "
     "SciPy mpiad.linalg.sparse_matmul(A, x)"
@@ -210,7 +212,7 @@ class Recorder:
         """Stop recording; from now on, computations with traced arrays are errors. A second call has no effect."""
         for request in [each for each, _ in self._objects.values() if isinstance(each, Request) and not each.done]:
             reason = f"it starts a request and doesn't wait for it: {request!r}"
-            self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
+            self.refused = self.refused or Abandoned(reason, _AT_END)
         for channel_, counts in self._counts:
             channel_.count_from(counts)
         calls.forget(self)
@@ -222,10 +224,20 @@ class Recorder:
         for kept in (self._constant_of, self._holders, self._inputs):
             kept.clear()
 
-    def refuse(self, reason: str, kind: type[Abandoned] = Abandoned) -> NoReturn:
-        """End the trace in failure: raise Abandoned."""
-        self.refused = self.refused or kind(reason, calls.site_of(sys._getframe(1)).text)
+    def refuse(self, reason: str, kind: type[Abandoned] = Abandoned, line: str = "") -> NoReturn:
+        """End the trace in failure: raise Abandoned; `line`: by default the user's line."""
+        self.refused = self.refused or kind(reason, line or calls.site_of(sys._getframe(1)).text)
         raise self.refused
+
+    def check_results(self, leaves: Iterable[Any]) -> None:
+        """End the trace in failure if an object among the leaves of the function's result contains traced values."""
+        for x in leaves:
+            if not isinstance(getval(x), TracedArray) and hides_traced(x, _MOST_OF_RESULT):
+                self.refuse(
+                    f"it returns an object of type {type(x).__name__} that contains traced values: return a tuple, list or "
+                    "dict of arrays, or an object of a dataclass with the decorator mpiad.pytrees.register",
+                    line=_AT_END,
+                )
 
     def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
         """Return `value`, or if it is NotImplemented, what the notes tell of a call; without notes, end the trace."""

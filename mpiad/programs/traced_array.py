@@ -7,13 +7,14 @@ interpreted. The rest of the library handles traced arrays like arrays on device
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dis import opmap
-from functools import lru_cache, partial
-from types import FrameType, ModuleType
+from functools import partial
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import autograd.numpy.numpy_wrapper
@@ -23,7 +24,6 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.compiling.closure import content_of
 from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import substitute
@@ -93,22 +93,15 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(x)
 
 
-_ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType)
+_ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType, CodeType)
 _ATOM_CLASSES = frozenset({np.ndarray, np.float64, np.int64, str, bytes, int, float, bool, complex, type(None), type})
 _MOST_OBJECTS = 500
 
 
-@lru_cache(maxsize=1000)
-def _attributes_outside_dict(kind: type) -> tuple[str, ...]:
-    """Return names of attributes that aren't in an object's `__dict__`: slots, and those of methods and of `partial`."""
-    names = "__self__", "func", "args", "keywords"
-    return (*getattr(kind, "__slots__", ()), *(name for name in names if hasattr(kind, name)))
-
-
-def hides_traced(x: Any) -> bool:
-    """Return whether an object or the closure of a function refers to arrays of a trace that `plain` doesn't replace."""
+def hides_traced(x: Any, most: int = _MOST_OBJECTS) -> bool:
+    """Return whether one of the first objects to which x refers is an array of a trace that `plain` doesn't replace."""
     objects, seen = deque([(x, True)]), set[int]()  # each with whether `plain` replaces arrays in it
-    while objects and len(seen) < _MOST_OBJECTS:
+    while objects and len(seen) < most:
         x, is_argument = objects.popleft()  # the nearest first
         x = getval(x)
         if isinstance(x, TracedArray):
@@ -118,15 +111,12 @@ def hides_traced(x: Any) -> bool:
         if isinstance(x, _ATOMS) or id(x) in seen:
             continue
         seen.add(id(x))
-        nest = isinstance(x, (tuple, list, dict))
-        if nest:
-            parts: Any = dict.values(x) if isinstance(x, dict) else x
+        if isinstance(x, FunctionType):  # its global variables aren't parts of it
+            parts: Sequence[Any] = x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__
         else:
-            attributes = getattr(x, "__dict__", None)
-            parts = list(attributes.values()) if isinstance(attributes, dict) else []
-            parts += map(content_of, getattr(x, "__closure__", None) or ())
-            parts += [getattr(x, name, None) for name in _attributes_outside_dict(type(x))]
-        objects += [(part, is_argument and nest) for part in parts if type(part) not in _ATOM_CLASSES]
+            parts = gc.get_referents(x)
+        is_argument = is_argument and isinstance(x, (tuple, list, dict))
+        objects += [(part, is_argument) for part in parts if type(part) not in _ATOM_CLASSES]
     return False
 
 

@@ -186,6 +186,7 @@ def recorded(
         inputs = tape.with_indices([leaves[k] for k in arguments.traced])
         args, kwargs = arguments.build(leaves)
         values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
+        recorder.check_results(values)
         outputs = tape.with_indices(values)
     nodes = tape.nodes()
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build

@@ -1,10 +1,14 @@
 """What can't be compiled is interpreted: the right result, one warning that names the line, no communication twice."""
 
+import collections
 import contextlib
+import dataclasses
 import logging
+import re
 import signal
 import sys
 import threading
+import types
 from pathlib import Path
 
 import autograd.numpy as anp
@@ -678,3 +682,118 @@ def test_the_advice_against_conversions(fun, message):
         np.testing.assert_allclose(of_stacked(x), [2.0, 8.0, 0.0])
     for advised in (lambda x: (b := anp.zeros_like(x)).__setitem__(1, x[0]) or b, lambda x: x * np.ones((2, 3))):
         np.testing.assert_array_equal(mpiad.jit(advised, strict=True)(x), advised(x))
+
+
+@dataclasses.dataclass
+class State:
+    u: np.ndarray
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("u",)
+    u: list
+
+
+def added(y):
+    return lambda t, scale=1.0: y + scale * t
+
+
+def with_default(y):
+    return lambda t, y=y: y + t
+
+
+class Line:
+    def __init__(self, y):
+        self.y = y
+
+    def at(self, t):
+        return self.y + t
+
+
+# Objects that contain an array y, as functions of y, and what returns the array.
+HOLDERS = {
+    "dataclass": (State, lambda made: made.u),
+    "slots": (lambda y: Slotted([{"y": y}]), lambda made: made.u[0]["y"]),
+    "object in a dict": (lambda y: {"a": 1, "state": State((y, None))}, lambda made: made["state"].u[0]),
+    "SimpleNamespace": (lambda y: types.SimpleNamespace(y=y), lambda made: made.y),
+    "deque": (lambda y: (collections.deque([y]), 2.0), lambda made: made[0][0]),
+    "deque of many": (
+        lambda y: collections.deque([*[State(k) for k in range(900)], State(y)]),
+        lambda made: made[-1].u,
+    ),
+    "closure": (added, lambda made: made(0.0)),
+    "default": (with_default, lambda made: made(0.0)),
+    "method": (lambda y: Line(y).at, lambda made: made(0.0)),
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_objects_in_results_contain_the_arrays_of_each_call(kind, caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    hold, array_in = HOLDERS[kind]
+
+    def fun(u):
+        return hold(2.0 * u**2)
+
+    jitted, of_loss, of_tangent = mpiad.jit(fun), mpiad.jit(fun), mpiad.jit(fun)
+    loss = lambda u: anp.sum(array_in(of_loss(u)) ** 2)  # noqa: E731
+    forward = lambda u: anp.sum(array_in(of_tangent(u)) ** 2)  # noqa: E731
+    for x in (X, X + 1, X):
+        np.testing.assert_array_equal(array_in(jitted(x)), 2 * x**2)
+        value, gradient = mpiad.value_and_grad(loss)(x)
+        np.testing.assert_allclose([value, *gradient], [4 * np.sum(x**4), *(16 * x**3)])
+        np.testing.assert_allclose(mpiad.jvp(forward, x, X), [4 * np.sum(x**4), np.sum(16 * x**3 * X)])
+        np.testing.assert_allclose(mpiad.hvp(loss)(x, X), 48 * x**2 * X)
+        np.testing.assert_allclose(mpiad.grad(lambda x: mpiad.jvp(forward, x, X)[1])(x), 48 * x**2 * X)  # noqa: B023
+    assert jitted(X) is not jitted(X) and len(caplog.records) == 3
+    message = r"at the end of the jitted function: it returns an object of type \w+ that contains traced values: return a"
+    for k in range(3):
+        assert re.search(message, caplog.records[k].getMessage())
+    gradient_of = lambda f: mpiad.grad(lambda u: anp.sum(array_in(f(u))))(X)  # noqa: E731
+    for called in (lambda f: f(X), gradient_of, lambda f: mpiad.jvp(f, X, X)):
+        strict = mpiad.jit(fun, strict=True)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=message):
+                called(strict)
+    whole = mpiad.jit(lambda u: 3.0 * array_in(mpiad.jit(fun)(u)), strict=True)  # the objects stay inside
+    for x in (X, X + 1):
+        np.testing.assert_array_equal(whole(x), 6 * x**2)
+
+
+@pytest.mark.serial
+def test_objects_without_traced_values_are_constants_of_the_program():
+    points = collections.deque([X, *range(1000)])
+
+    def fun(u):
+        return points, 2.0 * u, State([State(k) for k in range(1000)]), added(X)
+
+    jitted = mpiad.jit(fun, strict=True)
+    for x in (X, X + 1):
+        found, y, state, line = jitted(x)
+        assert found is points and state.u[999].u == 999
+        np.testing.assert_array_equal([y, line(1.0)], [2 * x, X + 1])
+        np.testing.assert_array_equal(mpiad.grad(lambda u: anp.sum(jitted(u)[1]))(x), np.full(5, 2.0))
+        np.testing.assert_array_equal(mpiad.jvp(lambda u: jitted(u)[1], x, X), [2 * x, 2 * X])
+    assert not jitted.is_interpreted
+
+
+def test_objects_in_results_of_functions_that_communicate(rank, size):
+    """Messages are sent once, also if only some ranks return objects."""
+
+    def fun(u):
+        total = mpiad.mpi_allreduce(anp.sum(u**2))
+        return State(total * u) if rank == 0 else (total * u,)
+
+    array_in = lambda made: made.u if rank == 0 else made[0]  # noqa: E731
+    reference = lambda u: anp.sum(mpiad.mpi_allreduce(anp.sum(u**2)) * u)  # noqa: E731
+    jitted = mpiad.jit(fun)
+    x = X + rank
+    for _ in range(3):
+        total = sum(np.sum((X + k) ** 2) for k in range(size))
+        np.testing.assert_allclose(array_in(jitted(x)), total * x)
+        loss = lambda u: anp.sum(array_in(jitted(u)))  # noqa: E731
+        for made, expected in zip(mpiad.value_and_grad(loss)(x), mpiad.value_and_grad(reference)(x)):
+            np.testing.assert_allclose(made, expected)
+        np.testing.assert_allclose(mpiad.jvp(loss, x, X), mpiad.jvp(reference, x, X))
