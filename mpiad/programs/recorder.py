@@ -233,11 +233,17 @@ class Recorder:
         """End the trace in failure if an object among the leaves of the function's result contains traced values."""
         for x in leaves:
             if not isinstance(getval(x), TracedArray) and hides_traced(x, _MOST_OF_RESULT):
-                self.refuse(
-                    f"it returns an object of type {type(x).__name__} that contains traced values: return a tuple, list or "
-                    "dict of arrays, or an object of a dataclass with the decorator mpiad.pytrees.register",
-                    line=_AT_END,
+                is_array = isinstance(x, np.ndarray)
+                what = "an array of objects" if is_array else f"an object of type {type(x).__name__}"
+                advice = (
+                    _NO_OBJECTS
+                    if is_array
+                    else (
+                        ": return a tuple, list or dict of arrays, or an object of a dataclass with the decorator "
+                        "mpiad.pytrees.register"
+                    )
                 )
+                self.refuse(f"it returns {what} that contains traced values{advice}", line=_AT_END)
 
     def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
         """Return `value`, or if it is NotImplemented, what the notes tell of a call; without notes, end the trace."""

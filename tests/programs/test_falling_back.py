@@ -797,3 +797,38 @@ def test_objects_in_results_of_functions_that_communicate(rank, size):
         for made, expected in zip(mpiad.value_and_grad(loss)(x), mpiad.value_and_grad(reference)(x)):
             np.testing.assert_allclose(made, expected)
         np.testing.assert_allclose(mpiad.jvp(loss, x, X), mpiad.jvp(reference, x, X))
+
+
+def columns(x):
+    return {"first": x[0] * X, "columns": np.transpose([x, 2.0 * x])}
+
+
+ARRAYS_OF_OBJECTS = {
+    "sum": (lambda x: np.sum([x, 2.0 * x], axis=0), lambda y: y, lambda x: 3 * x),
+    "sum of autograd": (lambda x: anp.sum([x, 2.0 * x], axis=0), lambda y: y, lambda x: 3 * x),
+    "transpose": (columns, lambda y: y["columns"], lambda x: np.stack([x, 2 * x], axis=1)),
+    "array": (lambda x: np.array([State(x), None]), lambda y: y[0].u, lambda x: x),
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", ARRAYS_OF_OBJECTS)
+def test_arrays_of_objects_in_results(kind):
+    """In a derivative, NumPy makes them from lists of traced arrays without asking these."""
+    fun, array_in, reference = ARRAYS_OF_OBJECTS[kind]
+    jitted, of_loss, of_tangent = mpiad.jit(fun), mpiad.jit(fun), mpiad.jit(fun)
+    square = float(np.sum(reference(np.ones(1)) ** 2))
+    loss_of = lambda f: lambda x: np.sum(array_in(f(x)) ** 2)  # noqa: E731
+    for x in (X, X + 1, X):
+        np.testing.assert_array_equal(array_in(jitted(x)), reference(x))
+        for made in (jitted, of_loss):
+            value, gradient = mpiad.value_and_grad(loss_of(made))(x)
+            np.testing.assert_allclose([value, *gradient], [square * np.sum(x**2), *(2 * square * x)])
+        np.testing.assert_allclose(mpiad.jvp(loss_of(of_tangent), x, X), [square * np.sum(x**2), 2 * square * np.sum(x * X)])
+        np.testing.assert_allclose(mpiad.hvp(loss_of(of_loss))(x, X), 2 * square * X)
+    strict = mpiad.jit(fun, strict=True)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="returns an array of objects that contains traced values: in place of lists"):
+            mpiad.grad(loss_of(strict))(X)
+        with pytest.raises(TypeError, match=r"can't be compiled|array of objects"):
+            mpiad.jvp(loss_of(strict), X, X)
