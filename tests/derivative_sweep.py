@@ -294,7 +294,7 @@ np.pad(x, 1, "constant"); np.pad(x, 1); np.pad(x, (1, 2)); np.pad(x, ((1, 0),));
 np.pad(x, 1, "edge"); np.pad(x, 1, "reflect"); np.pad(x, 2, "symmetric"); np.pad(x, 4, "wrap"); np.pad(x, 1, "reflect", reflect_type="odd"); np.pad(x, 2, "linear_ramp")
 np.pad(x, 1, "mean"); np.pad(x, {{-1: (1, 2)}})
 np.where(np.real(x) > 0, x, 2 * x); np.where(mask, x, a); np.where(mask, a, x); np.where(np.real(x) > 0, x, 0.5); np.where(column > 1, x, a); np.where(mask, x, 1j)
-np.select([np.real(x) > 0], [x * x]); np.select([np.real(x) > 0, np.real(x) < -1], [x, a * x], 2.0); np.array(x); np.array([x, 2 * x]); np.array([[x, x * x]])
+np.select([np.real(x) > 0], [x * x]); np.select([np.real(x) > 0, np.real(x) < -1], [x, a * x], 2.0); np.select([mask], [a], x); np.select([column > 1, mask], [x, a], 1j); np.select([np.real(x) > 0], [0.5], x * x); np.array(x); np.array([x, 2 * x]); np.array([[x, x * x]])
 np.array(x, ndmin=3); np.array([x, x], dtype=complex); np.array((x, a * x)); np.array([x[..., 0], 1.0])
 np.append(x, 2.0); np.append(x, x, axis={one}); np.column_stack([x, x * x]); np.column_stack((a, x)); np.concatenate([x, x * x], axis={one}); np.concatenate((x, z))
 np.concatenate([x, x], axis=None); np.concatenate([m, x], axis=None); np.concatenate([m, x]); np.concatenate([x[:1], x, x[:0]]); np.hstack([x, x]); np.hstack((x, a))

@@ -661,8 +661,8 @@ def slice_of_complex(x):
         (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (mpiad.grad(lambda x: anp.sum(np.eye(3).dot(x))), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (
-            mpiad.grad(lambda x: anp.sum(anp.select([x > 2], [x * x], x))),
-            "select returns an array of objects .* in place of lists of traced values write np.where",
+            mpiad.grad(lambda x: anp.sum(np.select([x > 2], [x * x], x))),
+            "select returns an array of objects .* in place of lists of traced values write np.where, .* np.select of",
         ),
         (
             lambda x: anp.dot(csr_matrix(np.eye(3)), x),
@@ -824,7 +824,9 @@ def test_arrays_of_objects_in_results(kind):
         for made in (jitted, of_loss):
             value, gradient = mpiad.value_and_grad(loss_of(made))(x)
             np.testing.assert_allclose([value, *gradient], [square * np.sum(x**2), *(2 * square * x)])
-        np.testing.assert_allclose(mpiad.jvp(loss_of(of_tangent), x, X), [square * np.sum(x**2), 2 * square * np.sum(x * X)])
+        np.testing.assert_allclose(
+            mpiad.jvp(loss_of(of_tangent), x, X), [square * np.sum(x**2), 2 * square * np.sum(x * X)]
+        )
         np.testing.assert_allclose(mpiad.hvp(loss_of(of_loss))(x, X), 2 * square * X)
     strict = mpiad.jit(fun, strict=True)
     for _ in range(2):

@@ -182,6 +182,59 @@ def test_functions_of_the_common_table():
     check_jit(fun, X, A, derivatives=False)
 
 
+def friction(r):
+    return anp.select([r < 3e3, r < 1e5, r >= 1e5], [64 / r, 0.3164 / r**0.25, 0.221 / r**0.237])
+
+
+@pytest.mark.serial
+def test_select_is_a_few_operations():
+    r = np.geomspace(1e2, 1e7, 3000)
+    low, middle = r < 3e3, r < 1e5
+    value = np.where(low, 64 / r, np.where(middle, 0.3164 / r**0.25, 0.221 / r**0.237))
+    slope = np.where(low, -64 / r**2, np.where(middle, -0.25 * 0.3164 / r**1.25, -0.237 * 0.221 / r**1.237))
+    curvature = np.where(
+        low, 128 / r**3, np.where(middle, 0.25 * 1.25 * 0.3164 / r**2.25, 0.237 * 1.237 * 0.221 / r**2.237)
+    )
+    jitted, total = mpiad.jit(friction, strict=True), lambda r: anp.sum(jitted(r))
+    whole = mpiad.jit(mpiad.grad(lambda r: anp.sum(friction(r))), strict=True)
+    for _ in range(2):
+        for fun in (friction, jitted):
+            np.testing.assert_allclose(fun(r), value, rtol=1e-13)
+            np.testing.assert_allclose(mpiad.grad(lambda r: anp.sum(fun(r)))(r), slope, rtol=1e-12)  # noqa: B023
+            np.testing.assert_allclose(mpiad.jvp(fun, r, r), (value, slope * r), rtol=1e-12)
+            np.testing.assert_allclose(mpiad.hvp(lambda r: anp.sum(fun(r)))(r, r), curvature * r, rtol=1e-12)  # noqa: B023
+        np.testing.assert_allclose(mpiad.value_and_grad(total)(r)[1], slope, rtol=1e-12)
+        np.testing.assert_allclose(whole(r), slope, rtol=1e-12)
+    assert all(len(str(fun.program(r)).splitlines()) < 100 for fun in (jitted, whole))
+
+
+@pytest.mark.serial
+def test_select_of_any_parts():
+    """Broadcasting, defaults, numbers of Python, other precisions, lists; the first true condition decides."""
+
+    def fun(x, a, n):
+        chosen = [anp.select([x > 0.5, x > 0], [x**2, n * x], x), anp.select([a > 0], [x[:5] ** 2], a[:, :1])]
+        chosen += [
+            anp.select([np.arange(7) > 2, x > 0], [n, 2], n**2),
+            anp.select([x > 0], [x], 1j),
+            anp.select([a > 0], [n]),
+        ]
+        chosen += [anp.select([x[0] > 0, x[0] > -9], [x, 2.0]), anp.select([np.arange(7) > 2], [np.ones(7)], x)]
+        chosen += [anp.select([x[:2] > 0], [[x[2], x[3] * x[4]]]), anp.select(a[:2] > 0, a[2:], 2 * a[0])]
+        return [*chosen, anp.select([x > 0], [np.float32(2.0)]) * x]
+
+    check_jit(fun, X, A, 1.5)
+    x = X.astype(np.float32)
+    for part in (
+        lambda x: anp.select([x > 0], [x], 1.0), lambda x: anp.select([x > 0], [x], np.arange(7)),
+        lambda x: anp.select([x > 0, x < 1], [x, 1], 0), lambda x: anp.select([x > 0], [x > 1]),
+        lambda x: anp.select([x > 0], [3], 4), lambda x: anp.select([x > 0], [np.int8(3)], np.uint8(7)),
+    ):  # fmt: skip
+        jitted = mpiad.jit(part, strict=True)
+        for x in (X.astype(np.float32), -X.astype(np.float32)):
+            assert_same(jitted(x), part(x))
+
+
 @pytest.mark.serial
 def test_views_are_changed_in_place():
     def fun(x):

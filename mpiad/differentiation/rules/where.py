@@ -1,8 +1,18 @@
-"""`where`: elements of two arrays, chosen by a condition."""
+"""`where` and `select`: elements of two or more arrays, chosen by conditions.
+
+Autograd's `select` takes the result apart, into one traced value per element. It is replaced by a primitive, whose adjoint
+and tangent choose by the same conditions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import autograd.numpy.numpy_wrapper as wrapped
 import numpy as np
+from autograd.core import defjvp_argnums, defvjp_argnums
+from autograd.extend import primitive
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function
@@ -36,5 +46,54 @@ def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
     return broadcast_tangent(anp.where(getval(args[0]), tangents.get(1, 0.0), tangents.get(2, 0.0)), ans)
 
 
+@primitive
+def selected(conditions: list[Array], default: Array, *choices: Array) -> Array:
+    """Return NumPy's `select`; the default is the last choice, since NumPy doesn't pass calls on to the default's type."""
+    if conditions and is_device_array(default):
+        always = np.equal(conditions[0], conditions[0])
+        conditions, choices, default = [*conditions, always], (*choices, default), False
+    return np.select(conditions, choices, default)
+
+
+def select_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass each element of the cotangent to the choice from which the result took this element."""
+    masks = _masks(args[0])
+    parts = [(masks[i - 2], fitting(args[i], ans)) for i in argnums]
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        where = (anp if type(g) in BOX_TYPES else np).where
+        chosen = [(where(mask, g, 0.0), fit) for mask, fit in parts]
+        return tuple([part if fit is None else fit(part) for part, fit in chosen])
+
+    return vjp
+
+
+def _masks(conditions: list[Array]) -> list[Array]:
+    """Return for each choice, and at last for the default, which elements of the result it is."""
+    masks, others = list[Array](), None
+    for condition in conditions:
+        condition = condition if is_device_array(condition) else np.asarray(condition)
+        masks.append(condition if others is None else others & condition)
+        others = ~condition if others is None else others & ~condition
+    return [*masks, others]
+
+
+def select_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Select among the tangents by the same conditions."""
+    tangents = dict(zip(argnums, gs))
+    return broadcast_tangent(selected(args[0], *[tangents.get(i, 0.0) for i in range(1, len(args))]), ans)
+
+
+defvjp_argnums(selected, select_vjp)
+defjvp_argnums(selected, select_jvp)
+
+
+def select(condlist: Iterable[Any], choicelist: Iterable[Any], default: Any = 0) -> Array:
+    """Return NumPy's `select`, whose choices and default may be traced, also in lists."""
+    choices = [anp.array(x) if isinstance(x, (list, tuple)) else x for x in (default, *choicelist)]
+    return selected([getval(condition) for condition in condlist], *choices)
+
+
+anp.select = wrapped.select = select
 VJPS = {primitive_where: where_vjp}
 JVPS = {primitive_where: where_jvp}
