@@ -73,8 +73,8 @@ _OBJECT = np.dtype(object)
 _AT_END = "at the end of the jitted function"
 _MOST_OF_RESULT = 20_000  # the number of objects among which `check_results` looks for traced values, some 50 ms
 _NO_OBJECTS = (
-    ": in place of lists of traced values write np.where, np.stack or np.select of autograd.numpy, and in place of a product "
-    "with a sparse matrix of SciPy mpiad.linalg.sparse_matmul(A, x)"
+    ": in place of lists of traced values write np.where, np.stack or np.select of autograd.numpy, and in place of a "
+    "product with a sparse matrix of SciPy mpiad.linalg.sparse_matmul(A, x)"
 )
 
 _CATCHES = "it catches exceptions that depend on values: catch them around the jitted function, or leave this part out"

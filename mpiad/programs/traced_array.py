@@ -93,7 +93,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(x)
 
 
-_ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType, CodeType)
+_ATOMS = (np.generic, str, bytes, int, float, complex, type(None), type, ModuleType, CodeType)
 _ATOM_CLASSES = frozenset({np.float64, np.int64, str, bytes, int, float, bool, complex, type(None), type})
 _MOST_OBJECTS = 500
 
@@ -108,11 +108,11 @@ def hides_traced(x: Any, most: int = _MOST_OBJECTS) -> bool:
             if not is_argument and x.recorder.open:
                 return True
             continue
-        has_objects = isinstance(x, np.ndarray) and x.dtype.hasobject
-        if isinstance(x, _ATOMS) and not has_objects or id(x) in seen:
+        is_atom = not x.dtype.hasobject if isinstance(x, np.ndarray) else isinstance(x, _ATOMS)
+        if is_atom or id(x) in seen:
             continue
         seen.add(id(x))
-        if has_objects:
+        if isinstance(x, np.ndarray):
             parts: Sequence[Any] = x.ravel().tolist()
         elif isinstance(x, FunctionType):  # its global variables aren't parts of it
             parts = x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import autograd.numpy.numpy_wrapper as wrapped
+import autograd.numpy.numpy_wrapper
 import numpy as np
 from autograd.core import defjvp_argnums, defvjp_argnums
 from autograd.extend import primitive
@@ -94,6 +94,7 @@ def select(condlist: Iterable[Any], choicelist: Iterable[Any], default: Any = 0)
     return selected([getval(condition) for condition in condlist], *choices)
 
 
+wrapped: Any = autograd.numpy.numpy_wrapper
 anp.select = wrapped.select = select
 VJPS = {primitive_where: where_vjp}
 JVPS = {primitive_where: where_jvp}
