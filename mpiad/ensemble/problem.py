@@ -200,7 +200,8 @@ def _compared(problem: ODEProblem | EnsembleProblem, events: Sequence[Any]) -> d
     if ode is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p", "tspan")}
     if events:
-        parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
+        # All fields, so that a further one is compared, too.
+        parts["events"] = [part for event in events for part in {**vars(event), "condition": event.written}.values()]
     return parts
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve, steady_state
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, fit, remake, solve, steady_state
 from mpiad.ensemble.compiled import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("solved_by")
@@ -110,8 +110,8 @@ def from_rows(rows):
     return lambda problem, i, repeat: remake(problem, u0=rows[i - 1])
 
 
-def crossing(level):
-    return {"events": Event(lambda u, p, t: u[0] - level, terminal=False)}
+def crossing(level, **more):
+    return {"events": Event(lambda u, p, t: u[0] - level, **{"terminal": False, **more})}
 
 
 def kicking(size):
@@ -130,6 +130,9 @@ PROBLEMS = {
     "prob_func": lambda x: ({}, {"prob_func": from_rows(U0 + x)}, {}),
     "a condition": lambda x: ({}, {"u0": U0}, crossing(0.5 + x)),
     "an affect": lambda x: ({}, {"u0": U0}, kicking(x)),
+    "direction": lambda x: ({}, {"u0": U0}, crossing(0.5, direction=1 if x > 0.25 else -1)),
+    "terminal": lambda x: ({}, {"u0": U0}, crossing(0.5, terminal=x > 0.25)),
+    "interior_points": lambda x: ({}, {"u0": U0}, crossing(0.5, interior_points=5 + (x > 0.25))),
 }  # fmt: skip
 
 
@@ -148,6 +151,16 @@ def test_problems_that_differ_between_ranks(case, gather):
     if SIZE > 1:
         with pytest.raises(ValueError, match="all ranks must give the same arguments, but rank"):
             solved(0.25 * (1 + 1e-15 * LAST), ensemblealg=over_ranks)
+
+
+@pytest.mark.columns("nothing is solved")
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("field", ["direction", "terminal", "interior_points"])
+def test_fields_of_events_that_differ_between_the_ranks_of_a_fit(field):
+    value = bool(LAST) if field == "terminal" else int(LAST)
+    with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+        fit(GOOD, lambda u, p, data: u[:, 0] - data, np.ones((N, 1)), ensemblealg=EnsembleMPI(), data=np.ones((N, 1)),
+            saveat=[0.1], **crossing(0.5, **{field: value}))  # fmt: skip
 
 
 @pytest.mark.columns("outputs are made of either's solutions")
