@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import autograd.numpy as anp
@@ -64,8 +65,8 @@ class Event:
         ``condition(u, p, t)`` returns a real number per column; its arguments are those of f. Booleans raise a TypeError.
     terminal : bool, optional
         Whether the trajectory ends at the event, with the return code Terminated; by default True without an `affect`.
-    direction : int
-        Positive: only sign changes from negative to positive; negative: only from positive to negative; 0: both.
+    direction : {-1, 0, 1}
+        1: only sign changes from negative to positive; -1: only from positive to negative; 0: both.
     affect : callable, optional
         ``affect(u, p, t)`` returns the state after the event, one entry per component of u; its arguments are those of f.
         The trajectory continues from this state. It is also the saved state if a saved time coincides with the event.
@@ -82,9 +83,10 @@ class Event:
     NotImplementedError
         If times are traced.
     TypeError
-        If the condition or the affect isn't a function of (u, p, t), or times aren't numbers.
+        If the condition or the affect isn't a function of (u, p, t), times aren't numbers, or `terminal` isn't a bool.
     ValueError
-        If both a condition and times are given, or times without an affect, or `interior_points` is below zero.
+        If both a condition and times are given, or times without an affect, or there is no such `direction`, or
+        `interior_points` isn't an integer, zero or more.
 
     Examples
     --------
@@ -106,11 +108,17 @@ class Event:
     interior_points: int = 6
 
     def __post_init__(self) -> None:
-        if self.terminal is None:
-            object.__setattr__(self, "terminal", self.affect is None)
+        terminal, direction = self.affect is None if self.terminal is None else self.terminal, self.direction
+        if not isinstance(terminal, (bool, np.bool_)):
+            raise TypeError(f"Event: terminal must be True or False, but got {terminal!r:.60}.")
+        if isinstance(direction, bool) or not isinstance(direction, Real) or direction not in (-1, 0, 1):
+            raise ValueError(f"Event: direction must be -1, 0 or 1, but got {direction!r:.60}.")
+        points = positive_count(self.interior_points, "Event: interior_points", 0)
+        # Equal values have equal types, since ranks compare them.
+        for name, value in (("terminal", bool(terminal)), ("direction", int(direction)), ("interior_points", points)):
+            object.__setattr__(self, name, value)
         if self.affect is not None and not callable(self.affect):
             raise TypeError(f"Event: affect must be a function, but got {type(self.affect).__name__}.")
-        positive_count(self.interior_points, "Event: interior_points", 0)
         for name in ("condition", "affect"):
             check_order(f"Event: {name}", getattr(self, name))
         if self.times is not None:

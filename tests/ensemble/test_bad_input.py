@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -291,11 +293,28 @@ def _same(u, p, t):
         ({}, TypeError, "condition must be a function, but got NoneType"),
         ({"times": [1.0, np.nan], "affect": _same}, TypeError, "times must be a list of numbers"),
         ({"times": "noon", "affect": _same}, TypeError, "times must be a list of numbers"),
+        *(
+            ({"condition": _same, "direction": x}, ValueError, f"direction must be -1, 0 or 1, but got {x!r}")
+            for x in ("up", np.nan, 5, 0.5, None, [1], True)
+        ),
+        *(
+            ({"condition": _same, "terminal": x}, TypeError, f"terminal must be True or False, but got {x!r}")
+            for x in ("no", 2, 0.0)
+        ),
+        *(
+            ({"condition": _same, "interior_points": x}, ValueError, f"an integer, zero or more, but got {x!r}")
+            for x in ("6", 2.5, -1, None)
+        ),
     ],
 )
 def test_events_that_say_too_much_or_too_little(given, kind, text):
-    with pytest.raises(kind, match=text):
+    with pytest.raises(kind, match=re.escape(text)):
         Event(**given)
+
+
+def test_fields_of_events_are_python_numbers():
+    event = Event(_same, terminal=np.False_, direction=np.float64(-1), interior_points=np.int64(3))
+    assert [*map(repr, (event.terminal, event.direction, event.interior_points))] == ["False", "-1", "3"]
 
 
 @pytest.mark.parametrize(
