@@ -232,8 +232,9 @@ class EventWatch:
             while (columns := np.flatnonzero((chosen := crossed & (number == (turn := turn + 1))).any(axis=0))).size:
                 j = np.argmax(chosen[:, columns], axis=0)
                 ends = [table[k, columns] for table in (x, values) for k in (j, j + 1)]
-                if e in self.clocks:  # the step ends at the root
-                    place, at = np.ones_like(ends[0]), step.new[:, columns]
+                if e in self.clocks:  # the step ends at the root, though rounding may put the sign change inside
+                    place = ends[1] = np.ones_like(ends[0])
+                    at = step.new[:, columns]
                 else:
                     place, at = self._located(event, step.at(columns), *ends)
                 roots.append(Roots(e, columns, place, np.sign(ends[2]), ends[1]))

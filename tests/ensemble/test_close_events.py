@@ -13,10 +13,12 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from scipy.integrate import solve_ivp
 
+import mpiad
 from mpiad.ensemble import (
     BS3,
     RK4,
@@ -296,3 +298,28 @@ def test_the_closed_forms_are_solutions_of_scipy(request):
                 in_state = max(in_state, *np.abs(state[programs.first[b] : programs.first[b + 1]] - exact))
     print(f"{count} programs, seed {seed}: largest differences {in_time:.1e} of a time, {in_state:.1e} of a state")
     assert in_time < 1e-10 and in_state < 1e-9
+
+
+@pytest.mark.parametrize("alg", [RK45(), Rodas5P(), RK4()])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("span", [(0.0, 1.0), (1.0, 0.0)])
+def test_roots_of_conditions_of_time_some_roundings_after_a_given_time(span, compiled, alg):
+    # The root of `t - LOW - p[0]` is up to 3 floating-point numbers before or after the given time LOW + p[0].
+    low, p = 0.3, np.random.default_rng(0).uniform(0.0, 0.2, (100, 1))
+    add = lambda u, t, i: [u[j] + t if j == i else u[j] for j in range(2)]  # noqa: E731
+    events = (
+        Event(times=lambda p: [low + p[0]], affect=lambda u, p, t: add(u, t, 0)),
+        Event(lambda u, p, t: t - low - p[0], affect=lambda u, p, t: add(u, t, 1)),
+    )
+    still = ODEProblem(lambda u, p, t: [0 * u[0], 0 * u[1]], [0.0, 0.0], span, np.zeros(1))
+    more = {"dt": 0.125} if isinstance(alg, RK4) else {}
+
+    def loss(p):
+        sol = solve(EnsembleProblem(still, p=p), alg, events=events, compile=compiled, **more)
+        assert [sorted(e for e, _ in sol.events[i]) for i in range(len(p))] == [[0, 1]] * len(p)
+        return anp.sum(sol.u_end**2) + sum(time**2 for pairs in sol.events.values() for _, time in pairs)
+
+    value, gradient = mpiad.value_and_grad(loss)(p)
+    np.testing.assert_allclose(value, 4 * np.sum((low + p) ** 2), rtol=1e-12)
+    np.testing.assert_allclose(gradient, 8 * (low + p), rtol=1e-12)
+    np.testing.assert_allclose(mpiad.jvp(loss, p, np.ones_like(p))[1], 8 * np.sum(low + p), rtol=1e-12)
