@@ -19,7 +19,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.directions import NO_TIMES, push_directions
+from mpiad.ensemble.directions import NO_TIMES, U0, push_directions
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, LeastSquares, Stopping, scaled_factor
 from mpiad.ensemble.members import as_state, key_of, members, rng_of
@@ -274,6 +274,7 @@ class SensitivitySolve:
         begun = (batch, settings) if times is None else started(batch, settings, times, isbox(due))
         outcome = self._compiler.run_planned(plan, *begun, traced)
         tangents = {k: gs for k, gs in enumerate(along) if gs is not None and any(g is not None for g in gs)}
+        tangents = tangents or {U0: [None] * len(variables)}  # zeros if the generator uses no variable
         saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)

@@ -238,6 +238,22 @@ def test_constants_among_the_states_of_a_generator(compiled):
     np.testing.assert_allclose(found.p, np.stack([amounts, rates], axis=1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("alg", [RK45(), Rodas5P()])
+@pytest.mark.parametrize("doubled", [False, True])
+@pytest.mark.parametrize("span", [(0.0, 1.0), (0.0, -1.0)])
+def test_generators_that_use_no_variable(span, doubled, alg, compiled):
+    # The variable is only a scale of the measurement.
+    decay, t = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], span, np.array([0.7])), span[1] * np.array([0.2, 0.5, 1.0])
+    events = Event(times=[span[1] * 0.3], affect=lambda u, p, t: [2.0 * u[0]]) if doubled else ()
+    scales, exact = np.array([[2.0], [3.0]]), np.exp(-0.7 * t) * np.where(doubled & (np.abs(t) > 0.3), 2.0, 1.0)
+    found = fit(
+        decay, lambda u, x, data: x[0] * u[:, 0] - data, np.ones((2, 1)), alg, data=scales * exact, saveat=t, events=events,
+        prob_generator=lambda problem, x: problem, compile=compiled, rtol=1e-9, atol=1e-11,
+    )  # fmt: skip
+    np.testing.assert_allclose(found.p, scales, rtol=1e-8)
+    np.testing.assert_allclose(found.covariance(True).ravel(), 1 / np.sum(exact**2), rtol=1e-8)
+
+
 def rows(u, p, data):
     return u[:, 0] - np.ones(11)
 
