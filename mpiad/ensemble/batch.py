@@ -10,13 +10,14 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Index, Shape, Tree
+from mpiad.compiling.arguments import real_dtype
 from mpiad.compiling.closure import with_values_of_variables
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.forward import BundleNode, TangentNode
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.pytrees import named_leaves
+from mpiad.pytrees import is_variable, named_leaves
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
@@ -48,6 +49,16 @@ class Parameters(NamedTuple):
     leaves: list[Any]  # the arrays and numbers of the pytree
     varies: list[bool]  # per leaf: whether its last axis counts trajectories; other leaves are passed to f unchanged
     build: Callable[[Any], Tree]  # returns the pytree with given leaves
+
+    def promoted(self, u: Array) -> Parameters:
+        """Return the parameters, which may be traced, with numbers of less precision than the states u in theirs."""
+        # A kernel computes with one precision, and derivative rules of f are programs, too.
+        leaves, real = list(self.leaves), real_dtype(u.dtype)
+        for place, leaf in enumerate(leaves):
+            dtype = getattr(leaf, "dtype", real)
+            if dtype != real and is_variable(leaf) and (promoted := np.result_type(dtype, real)) != dtype:
+                leaves[place] = leaf.astype(promoted)
+        return self._replace(leaves=leaves)
 
     def chosen(self, which: Index, leaves: Sequence[Any] | None = None) -> list[Any]:
         """Return the leaves, by default `self.leaves`, with an index `which` on the axis of trajectories."""

@@ -344,7 +344,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
     u0, *values = [_with_tangents(bundle, value) for value in (_initial(problem.u0, batch), *leaves)]
-    return batch._replace(u0=u0, p=Parameters(values, [*map(isbox, leaves)], build))
+    return batch._replace(u0=u0, p=Parameters(values, [*map(isbox, leaves)], build).promoted(u0))
 
 
 def _with_tangents(bundle: Bundle, x: Array) -> Array:

@@ -87,7 +87,7 @@ def columns_of(
     start, end = (_stack([span[k] for span in spans]) for k in (0, 1))
     u0 = u0 if u0.dtype == dtype else u0.astype(dtype)
     p = _stacked([problem.p for problem in problems], numbers, common, others)
-    return Batch(first.f, states[0].shape, u0, p, start, end, first.jac_sparsity)
+    return Batch(first.f, states[0].shape, u0, p.promoted(u0), start, end, first.jac_sparsity)
 
 
 def _stack(arrays: list[Array], axis: int = 0) -> Array:
@@ -118,7 +118,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     start, end = _spans(ensemble, numbers)
     first = as_state(problem.u0)
     states = initial_states(ensemble, numbers, first)
-    return Batch(problem.f, first.shape, states, p, start, end, problem.jac_sparsity)
+    return Batch(problem.f, first.shape, states, p.promoted(states), start, end, problem.jac_sparsity)
 
 
 def _rows(x: Array, numbers: Sequence[int]) -> Array:

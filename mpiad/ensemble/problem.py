@@ -71,7 +71,8 @@ class ODEProblem(KernelSources):
     tspan : tuple of two float
         Start and end times; the end may lie before the start.
     p : pytree of arrays, optional
-        Parameters of f. A list of numbers becomes an array, as in `u0`.
+        Parameters of f. A list of numbers becomes an array, as in `u0`. f gets arrays of less precision than `u0`, such as
+        float32 for float64, in the precision of `u0`.
     mass_matrix : array, shape (d, d), optional
         The matrix M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. If M is
         singular, this is a differential-algebraic system of index 1. Newton's method then moves u0 along the null space of

@@ -8,7 +8,7 @@ import pytest
 from ode_systems import lorenz
 
 import mpiad
-from mpiad.ensemble import RK4, EnsembleProblem, ODEProblem, solve
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Vern7, fit, remake, solve
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 
@@ -67,3 +67,70 @@ def test_forward_mode_starts_from_the_same_steps():
     columns, kernels = (mpiad.jvp(lambda rho, c=choice: states(rho, c), RHO, along) for choice in (False, True))
     for a, b in zip(columns, kernels):
         onp.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * onp.abs(a).max())
+
+
+# Parameters in lower precision than the states: f gets them in the precision of the states. Otherwise the square of p would
+# be rounded by arrays, but not by kernels.
+LOW = onp.array([[0.7], [0.3], [1.3]])
+DOSED = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def squared(u, p, t):
+    return [-(p[0] * p[0]) * u[0]]
+
+
+def dosed(p, end, compiled, alg, u0=1.0):
+    dose = Event(times=[0.25 * end], affect=lambda u, p, t: [u[0] + p[0] * p[0]])
+    problem = ODEProblem(squared, [u0], (0.0, end), onp.ones(1))
+    if p.ndim == 1:
+        return solve(remake(problem, p=p), alg, events=dose, compile=compiled, **DOSED).u_end
+    return solve(EnsembleProblem(problem, p=p), alg, events=dose, compile=compiled, **DOSED).u_end[:, 0]
+
+
+def exactly(p, end):
+    return np.exp(-(p**2) * end) + p**2 * np.exp(-0.75 * p**2 * end)
+
+
+@pytest.mark.parametrize("alg", [Vern7(), Rodas5P()])
+@pytest.mark.parametrize("end", [1.0, -1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtypes", [("e", "d", "e"), ("f", "d", "f")])
+def test_parameters_in_lower_precision(dtypes, compiled, end, alg):
+    # The solve doesn't depend on those before it, either.
+    for dtype in dtypes:
+        p = LOW.astype(dtype)
+        exact = exactly(p[:, 0].astype(float), end)
+        onp.testing.assert_allclose(dosed(p, end, compiled, alg), exact, rtol=1e-9)
+        onp.testing.assert_allclose(dosed(p[0], end, compiled, alg), exact[:1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("end", [1.0, -1.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_derivatives_of_parameters_in_lower_precision(shared, end, compiled):
+    p = (LOW[0] if shared else LOW).astype(onp.float32)
+    total = lambda p: np.sum(dosed(p, end, compiled, Vern7()))  # noqa: E731
+    q = p.astype(float)
+    exact = mpiad.grad(lambda q: np.sum(exactly(q, end)))(q)
+    found = mpiad.grad(total)(p)
+    assert found.dtype == onp.float32 and found.shape == p.shape
+    onp.testing.assert_allclose(found, exact, rtol=1e-6)
+    onp.testing.assert_allclose(mpiad.jvp(total, p, onp.ones_like(p))[1], exact.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_complex_parameters_in_lower_precision(compiled):
+    p = LOW.astype(onp.complex64)
+    exact = exactly(p[:, 0].astype(complex), 1.0)
+    onp.testing.assert_allclose(dosed(p, 1.0, compiled, Vern7(), 1.0 + 0j), exact, rtol=1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_generators_that_return_parameters_in_lower_precision(compiled):
+    t, rate = onp.array([0.5, 1.0]), onp.float16(0.7)
+    decay = ODEProblem(squared, [1.0], (0.0, 1.0), onp.ones(1))
+    found = fit(
+        decay, lambda u, x, data: u[:, 0] - data, onp.ones((1, 1)), data=2.0 * onp.exp(-(float(rate) ** 2) * t)[None],
+        saveat=t, prob_generator=lambda one, x: remake(one, u0=x, p=onp.array([rate])), compile=compiled, **DOSED,
+    )  # fmt: skip
+    onp.testing.assert_allclose(found.p, 2.0, rtol=1e-9)
