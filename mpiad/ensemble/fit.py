@@ -242,10 +242,13 @@ class States(NamedTuple):
 class SensitivitySolve:
     """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p."""
 
-    def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None, first: int = 0):
-        # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory. `first`:
-        # the index of the batch's first trajectory.
-        self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
+    def __init__(
+        self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None, owners: Array | None = None
+    ):
+        # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
+        # `owners`: the indices of the batch's trajectories in the ensemble, for messages.
+        self._compiler, self._generator, self._checked = compiler, generator, False
+        self._owners = np.arange(batch.size) if owners is None else owners
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def starting(self, x: Array, batch: Batch) -> Batch:
@@ -268,7 +271,7 @@ class SensitivitySolve:
                 due = times.traced(traced)
             args, along = zip(*map(bundle.parts, (traced.u0, traced.start, traced.end, due, *traced.p.leaves)))
         if times is not None and not self._checked:  # at the start, for all trajectories
-            check_schedules(times, batch, settings.saveat, self._first)
+            check_schedules(times, batch, settings.saveat, self._owners[ids])
         self._checked = True
         plan = self._compiler.plan(batch, settings, traced)
         begun = (batch, settings) if times is None else started(batch, settings, times, isbox(due))
@@ -368,7 +371,7 @@ def _initial(u0: Array, batch: Batch) -> Array:
     return u0.reshape(-1, batch.size)
 
 
-def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) -> None:
+def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, owners: Array) -> None:
     """Raise a ValueError if no given time of a trajectory's events lies between its start and its last saved time."""
     due, start = times.signs * times.times, times.signs * batch.start
     # Rows of saved times may be padded with NaN.
@@ -378,7 +381,7 @@ def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) 
     if outside.any():
         i = int(np.argmax(outside))
         raise ValueError(
-            f"fit: the times of events of trajectory {first + i + 1}, {times.times[finite[:, i], i]}, lie outside of its "
+            f"fit: the times of events of trajectory {owners[i] + 1}, {times.times[finite[:, i], i]}, lie outside of its "
             f"data, from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
         )
 
@@ -840,7 +843,7 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
             "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, numbers.start)
+    solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, owners)
     leaves, build = flatten(plan.arguments.data)
     data = build([None if leaf is None else np.asarray(leaf)[owners] for leaf in leaves])
     misfit = Residuals(plan.arguments.residuals, data, batch.shape, len(numbers))

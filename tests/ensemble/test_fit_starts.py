@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, EnsembleSerial, ODEProblem, Rodas5P, Vern7, fit, remake, solve
+from mpiad.ensemble import (
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    Vern7,
+    fit,
+    remake,
+    solve,
+)
 
 LOG10 = np.log(10.0)
 
@@ -167,6 +178,18 @@ BAD = {
 def test_bad_arguments(changes, text, rank):
     with pytest.raises(ValueError, match=text):
         fit(WAVE, first, np.ones((3, 1)), ensemblealg=EnsembleMPI(), **WAVES | {"starts": 4} | changes)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_the_trajectory_of_a_bad_schedule(batch_size, rank):
+    # The second of two trajectories, of which one to five fits run on a rank and in a batch.
+    doses = Event(times=lambda p: [p[0] * 0 + p[1]], affect=lambda u, p, t: [u[0] + 1.0])
+    decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), np.ones(2))
+    ensemble = EnsembleProblem(decay, p=np.array([[1.0, 0.2], [1.0, 7.0]]))
+    with pytest.raises(ValueError, match=r"the times of events of trajectory 2, \[7.\], lie outside of its data"):
+        fit(ensemble, first, np.ones((2, 1)), ensemblealg=EnsembleMPI(), data=np.ones((2, 2)), saveat=[0.5, 1.0], starts=4,
+            bounds=(0.5, 2.0), events=doses, batch_size=batch_size,
+            prob_generator=lambda one, x: remake(one, p=[x[0], one.p[1]]))  # fmt: skip
 
 
 def test_different_starts_of_ranks(rank, size):
