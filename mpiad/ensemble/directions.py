@@ -37,12 +37,6 @@ TIMES = {START, END, DUE}
 NO_TIMES = np.empty((0, 0))
 
 
-def arguments_of(run: Run) -> list[Array]:
-    """Return the arguments of a run, in the order of their positions."""
-    batch = run.batch
-    return [batch.u0, batch.start, batch.end, NO_TIMES, *batch.p.leaves]
-
-
 def push_directions(
     run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None = None
 ) -> list[Sequence[Array]]:
