@@ -31,7 +31,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
-from mpiad.ensemble.solve_options import SolveOptions, as_tuple, options_of_states, refuse_unknown, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, as_tuple, error_of_unknown, options_of_states, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.ensemble.trial import first_defined, perturbed
 from mpiad.primitives.checks import positive_count
@@ -776,7 +776,6 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
-    refuse_unknown(fit, others)
     options = SolveOptions(
         problem=ensemble,
         alg=alg,
@@ -788,6 +787,7 @@ def fit(
         dtmax=dtmax,
         max_steps=max_steps,
         compile=compile,
+        unknown=error_of_unknown(fit, others),
         saveat=saveat,
         events=as_tuple(events),
         batch_size=batch_size,

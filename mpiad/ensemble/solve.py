@@ -53,7 +53,7 @@ from mpiad.ensemble.solve_options import (
     check_combinations,
     checked_options,
     checked_together,
-    refuse_unknown,
+    error_of_unknown,
     settings_of,
 )
 from mpiad.ensemble.step_observers import EventColumns
@@ -189,7 +189,6 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
-    refuse_unknown(solve, others)
     arguments = SolveOptions(
         problem=problem,
         alg=alg,
@@ -201,6 +200,7 @@ def solve(
         dtmax=dtmax,
         max_steps=max_steps,
         compile=compile,
+        unknown=error_of_unknown(solve, others),
         saveat=saveat,
         save_everystep=save_everystep,
         events=as_tuple(events),

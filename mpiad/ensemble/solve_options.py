@@ -46,6 +46,7 @@ class SolveOptions(NamedTuple):
     dtmax: float
     max_steps: int
     compile: str | bool
+    unknown: TypeError | None = None  # the error about unknown arguments, which all ranks raise together
     # `fit` has only some of the following options, `steady_state` has none.
     saveat: Array = None  # a number, an array or None
     save_everystep: bool = False
@@ -86,12 +87,13 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def refuse_unknown(call: Function, names: Iterable[str]) -> None:
-    """Raise a TypeError for the names of unknown arguments in a call of a function."""
+def error_of_unknown(call: Function, names: Iterable[str]) -> TypeError | None:
+    """Return the error for the names of unknown arguments in a call of a function; None if there are none."""
     for name in names:
         instead = _RENAMED.get(name)
         advice = f"; the argument is called {instead}" if instead in inspect.signature(call).parameters else ""
-        raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}{advice}.")
+        return TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}{advice}.")
+    return None
 
 
 def as_tuple(events: Event | Sequence[Event]) -> tuple[Event, ...]:
@@ -101,6 +103,8 @@ def as_tuple(events: Event | Sequence[Event]) -> tuple[Event, ...]:
 
 def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the checked arguments; raise an error if one is invalid, or `saveat` is traced."""
+    if options.unknown is not None:
+        raise options.unknown
     _check_kinds(options)
     _check_numbers(options)
     for event in options.events:

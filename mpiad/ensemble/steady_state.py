@@ -34,7 +34,7 @@ from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.solve import solved_batch
-from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, error_of_unknown, options_of_states, settings_of
 from mpiad.ensemble.sparse_lu import Matrices
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives import stop_gradient
@@ -572,7 +572,6 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
-    refuse_unknown(steady_state, others)
     arguments = SolveOptions(
         problem=problem,
         alg=alg,
@@ -584,6 +583,7 @@ def steady_state(
         dtmax=dtmax,
         max_steps=max_steps,
         compile=compile,
+        unknown=error_of_unknown(steady_state, others),
     )
     if isinstance(ensemblealg, EnsembleMPI):
         solution = _over_ranks(arguments, max_iters, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))

@@ -102,6 +102,15 @@ def test_arguments_that_differ_between_ranks(case):
         solve(EnsembleProblem(GOOD, **changes), RK45(), EnsembleMPI(), trajectories=N, **more)
 
 
+@pytest.mark.columns("nothing is solved")
+@pytest.mark.parametrize("call", [solve, steady_state, fit])
+def test_an_unknown_argument_of_one_rank(call):
+    # The other ranks, which would wait for it, raise the same error.
+    arguments = (lambda u, p, data: u[:, 0], np.ones((N, 1))) if call is fit else ()
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got .* 'abstol'; the argument is called atol"):
+        call(GOOD, *arguments, ensemblealg=EnsembleMPI(), **({"abstol": 1e-6} if LAST else {}))
+
+
 def damped_by(value):
     return lambda u, p, t: [u[1], -u[0] - value * u[1]]
 
