@@ -199,21 +199,16 @@ def not_finite_entries(batch: Batch, ids: Array, first: int) -> dict[int, str]:
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the checked times of `saveat` (see `solve`), (n_saved,) or (N, n_saved); `first`: the first trajectory."""
+    """Return the times of a checked `saveat`, (n_saved,) or (N, n_saved), if in tspan; `first`: the first trajectory."""
     if saveat is None:
         return batch.both_ends()
     start, end, count = batch.start, batch.end, batch.size
     saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
     if batch.one_span:
         start, end = start[:1], end[:1]
-    times = np.asarray(saveat)
-    if times.dtype.kind not in "iuf":
-        raise TypeError(f"solve: saveat must be a number or an array of numbers, but got {saveat!r}.")
-    times = times.astype(float)
+    times = np.asarray(saveat, float)
     if times.ndim == 0:
         return _multiples(float(times), start, end)
-    if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
-        raise ValueError(f"solve: saveat must be a number, a list, or of shape ({count}, n_saved), but has {times.shape}.")
     _check_times(times, start, end)
     return times
 

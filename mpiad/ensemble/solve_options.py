@@ -132,6 +132,11 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             got = f"{named(saveat)} of shape {saveat.shape}"
             raise TypeError(f"solve: saveat must be times on the host, but got {got}. Pass mpiad.device.to_host(saveat).")
         saveat = np.asarray(saveat)
+        if saveat.dtype.kind not in "iuf":
+            raise TypeError(f"solve: saveat must be a number or an array of numbers, but got {options.saveat!r:.80}.")
+        if saveat.ndim > 2:
+            expected = f"a number, a list, or of shape ({count}, n_saved)"
+            raise ValueError(f"solve: saveat must be {expected}, but has {saveat.shape}.")
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.

@@ -30,6 +30,8 @@ REFUSED = {
     "the shape of f": ({"f": lambda u, p, t: [u[0]]}, {}, ValueError, r"shape \(1, 3\).*\(2, 3\) was expected.*columns"),
     "f in place": ({"f": lambda u, p, t: u.__setitem__(0, 1.0)}, {}, TypeError, "writes into its arguments"),
     "saveat": ({}, {"saveat": [0.5, 1.5]}, ValueError, r"1.5 lies outside of \(0.0, 1.0\)"),
+    "saveat as text": ({}, {"saveat": "all"}, TypeError, "saveat must be a number or an array of numbers, but got 'all'"),
+    "axes of saveat": ({}, {"saveat": np.ones((N, 1, 1))}, ValueError, r"of shape \(5, n_saved\), but has \(5, 1, 1\)"),
     "rtol": ({}, {"rtol": -1.0}, ValueError, "rtol must be zero or more, and finite, but got -1.0"),
     "u0": ({"u0": ["a", "b"]}, {}, TypeError, "u0 must be numbers"),
 }  # fmt: skip
