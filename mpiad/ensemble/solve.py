@@ -419,10 +419,15 @@ class GivenTimes:
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
                 plain = np.asarray(getval(time))
-                if plain.shape not in ((), (batch.size,)) or plain.dtype.kind not in "iuf" or np.isnan(plain).any():
+                if plain.shape not in ((), (batch.size,)) or plain.dtype.kind not in "iuf":
                     raise ValueError(
                         f"Event: times(p) must return a list of times, each a number or of shape {(batch.size,)} here, one "
                         f"for each column, but got {np.array2string(plain, threshold=6)} of shape {plain.shape}."
+                    )
+                if np.isnan(plain).any():
+                    raise ValueError(
+                        "Event: times(p) must return a list of times, but one of them is NaN: "
+                        f"{np.array2string(plain, threshold=6)}. Give numpy.inf for no time."
                     )
                 due.append((e, time))
         return due

@@ -134,8 +134,10 @@ def perturbed(x: Array, size: Array, both_ways: bool = True) -> Array:
 
 
 def _given(numbers: Function, u: Array, p: Tree, t: Array) -> Array:
-    """Return times or amounts, shape (m, n), except those of a wrong shape, which `GivenTimes` and `affect` reject."""
-    rows = [np.broadcast_to(row, t.shape) for row in numbers(p) if np.shape(row) in ((), t.shape)]
+    """Return times or amounts, shape (m, n), except those of a wrong shape or dtype, which `GivenTimes` rejects."""
+    dtype = lambda row: (row if hasattr(row, "dtype") else np.asarray(row)).dtype  # noqa: E731
+    fit = (row for row in numbers(p) if np.shape(row) in ((), t.shape) and dtype(row).kind in "biufc")
+    rows = [np.broadcast_to(row, t.shape) for row in fit]
     return np.array(rows).reshape(len(rows), t.size)
 
 
