@@ -21,8 +21,7 @@ from mpiad.compiling.closure import FunctionReader, Unknown
 
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
-# The maximum number of values in a fingerprint. Comparing more would take longer than tracing.
-_MAX_VALUES = 256
+_COMMON = frozenset({"mpiad", *sys.stdlib_module_names})
 # Floating-point types and dtypes; the part of a fingerprint for such a value begins with its type.
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
@@ -86,7 +85,8 @@ def is_of_a_package(primitive: object) -> bool:
 
 
 class _ValueReader(FunctionReader):
-    most_entries = 50_000  # of an array; tracing takes less time than reading more
+    # Tracing takes less time than reading more than so many entries of an array, or values.
+    most_entries, most_values = 50_000, 256
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _ValueReader(FunctionReader):
         self._places: dict[int, int] = {}  # by `id`, the indices of functions in `entries`
 
     def is_known(self, value: object) -> bool:
-        if len(self.entries) > _MAX_VALUES:
+        if len(self.entries) > self.most_values:
             raise Unknown
         place = len(self.entries)
         # Only functions are recorded once, so that another object read twice has the fingerprint of two equal objects.
@@ -154,7 +154,14 @@ class _ValueReader(FunctionReader):
 class _PortableReader(_ValueReader):
     """A reader that replaces unknown values by their types."""
 
-    most_entries = sys.maxsize
+    most_entries, most_values = sys.maxsize, 10_000
+
+    def is_known(self, value: object) -> bool:
+        # The functions of this library and of Python's are the same in all processes.
+        if isinstance(value, FunctionType) and not value.__closure__ and str(value.__module__).partition(".")[0] in _COMMON:
+            self.entries.append(value)
+            return True
+        return super().is_known(value)
 
     def read(self, value: object) -> None:
         try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import enum
+import inspect
+import pathlib
+import textwrap
 import types
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from mpi4py import MPI
 
 from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
 from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
+from mpiad.ensemble import ODEProblem, remake
 
 pytestmark = pytest.mark.serial
 
@@ -308,3 +312,19 @@ def test_a_traced_value_in_a_function_of_the_library_is_no_constant():
         return b**2
 
     assert autograd.grad(loss)(3.0) == 6.0
+
+
+def test_texts_for_other_ranks_contain_values_beside_functions_of_libraries():
+    """Such functions read many objects, which are the same on all ranks, but those of the user may differ."""
+    problem = ODEProblem(lambda u, p, t: -p * u, np.ones(2), (0.0, 1.0), np.ones(2))
+
+    def remade(x):
+        rows, path = np.full(3, x), pathlib.PurePath
+        return lambda i: (remake(problem, p=rows[i]), inspect.signature(remake), path("a").name, textwrap.dedent("a"))
+
+    def many(x):
+        parts = [*range(2000), x]
+        return lambda i: parts[i]
+
+    for make in (remade, many):
+        assert text_of(make(1.0)) == text_of(make(1.0)) != text_of(make(2.0))
