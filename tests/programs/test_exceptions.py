@@ -92,7 +92,7 @@ def written(x, places):
 
 def powers(x, numbers):
     try:
-        return x * np.array([2, 3, 4, 5]) ** numbers
+        return x * np.power(np.array([2, 3, 4, 5]), numbers)  # by `**`, older versions of NumPy ask for an index first
     except ValueError:
         return x * x
 
