@@ -100,7 +100,7 @@ def value_and_grad(
     >>> print(J / size, gradient)
     5.0 [2. 4.]
     """
-    return value_and_gradient(fun, argnum, objective, shared, root, comm, "value_and_grad")
+    return _evaluator(fun, argnum, objective, shared, root, comm, "value_and_grad")
 
 
 @overload
@@ -146,14 +146,20 @@ def grad(
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2), shared=True)(3.0) / size)
     6.0
     """
-    both = value_and_gradient(fun, argnum, objective, shared, root, comm, "grad")
+    return gradient_of(fun, argnum, objective, shared, root, comm, "grad")
+
+
+def gradient_of(
+    fun: Function, argnum: Argnum, objective: str, shared: Shared, root: Rank, comm: Comm, call: str
+) -> Callable[..., Tree]:
+    """Make the function of `grad` for a public function `call`, which errors name."""
+    both = _evaluator(fun, argnum, objective, shared, root, comm, call)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
-def value_and_gradient(
+def _evaluator(
     fun: Function, argnum: Argnum, objective: str, shared: Shared, root: Rank, comm: Comm, call: str
 ) -> Callable[..., tuple[Tree, Tree]]:
-    """Make the function of `value_and_grad` for a public function `call`, which errors name."""
     check_objective(objective, call)
 
     @recoverable(call, comm)

@@ -16,7 +16,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.device.assembly import concatenate, stack
-from mpiad.differentiation.gradient import cotangents_of_variables, require_equal_copies, shared_sum, value_and_gradient
+from mpiad.differentiation.gradient import cotangents_of_variables, gradient_of, require_equal_copies, shared_sum
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.products import Linearization, linearization_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
@@ -98,8 +98,8 @@ def hessian(
     [[6. 2.]
      [2. 0.]]
     """
-    both = value_and_gradient(fun, argnum, objective, True, root, comm, "hessian")
-    return _evaluator(lambda *args, **kwargs: both(*args, **kwargs)[1], argnum, "root", True, root, comm, "hessian")
+    gradient = gradient_of(fun, argnum, objective, True, root, comm, "hessian")
+    return _evaluator(gradient, argnum, "root", True, root, comm, "hessian")
 
 
 def _evaluator(

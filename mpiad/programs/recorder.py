@@ -76,7 +76,9 @@ _NO_OBJECTS = (
     ": in place of lists of traced values write np.where, np.stack or np.select of autograd.numpy, and in place of a "
     "product with a sparse matrix of SciPy mpiad.linalg.sparse_matmul(A, x)"
 )
-
+_CONTAINERS_ONLY = (
+    ": return a tuple, list or dict of arrays, or an object of a dataclass with the decorator mpiad.pytrees.register"
+)
 _CATCHES = "it catches exceptions that depend on values: catch them around the jitted function, or leave this part out"
 
 
@@ -233,16 +235,9 @@ class Recorder:
         """End the trace in failure if an object among the leaves of the function's result contains traced values."""
         for x in leaves:
             if not isinstance(getval(x), TracedArray) and hides_traced(x, _MOST_OF_RESULT):
-                is_array = isinstance(x, np.ndarray)
-                what = "an array of objects" if is_array else f"an object of type {type(x).__name__}"
-                advice = (
-                    _NO_OBJECTS
-                    if is_array
-                    else (
-                        ": return a tuple, list or dict of arrays, or an object of a dataclass with the decorator "
-                        "mpiad.pytrees.register"
-                    )
-                )
+                what, advice = f"an object of type {type(x).__name__}", _CONTAINERS_ONLY
+                if isinstance(x, np.ndarray):
+                    what, advice = "an array of objects", _NO_OBJECTS
                 self.refuse(f"it returns {what} that contains traced values{advice}", line=_AT_END)
 
     def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
