@@ -154,6 +154,7 @@ def test_fixed_steps_stay_as_long_as_they_are():
     assert (sol.naccept <= [10 + len(sol.events[i]) for i in range(3)]).all()
 
 
+@pytest.mark.few(1)
 def test_derivatives_of_balls():
     def found(u0, p):
         sol = bounced(u0, p)
@@ -319,7 +320,7 @@ def concentrations(u0, p, seen=SAVED):
 DOSED, RATES = np.array([[0.5], [1.0], [0.0]]), np.array([[0.3, 0.3, 1.0], [0.1, 2.0, 0.7], [0.6, 1.0, 1.3]])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Vern7(), pytest.param(Rodas5P(), marks=pytest.mark.columns("one kernel is enough"))])
 def test_doses(alg, solved_by):
     sol = dosed(DOSED, RATES, alg)
@@ -547,6 +548,7 @@ def same_digits(problem, p, options):
     return plain
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.columns("it is about columns that wait for each other")
 @pytest.mark.parametrize("end", [4.0, -0.5])

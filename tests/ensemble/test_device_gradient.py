@@ -245,6 +245,7 @@ def _gradients_with(every):
     return on_host(found["u0"]), on_host(found["p"]), on_host(moved)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(
@@ -318,6 +319,7 @@ def test_second_derivatives_are_those_of_the_host(f, tspan, alg, settings):
         np.testing.assert_allclose(on_host(found[name]), known[name], rtol=_rounding(settings, 1e-7), atol=1e-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 def test_what_fails_drops_out_of_second_derivatives():
     u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
@@ -362,6 +364,7 @@ _WATCHED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(("tspan", "alg", "settings"), _WATCHED)

@@ -100,6 +100,7 @@ def test_gradients(options):
         np.testing.assert_allclose(gradient, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 def test_ways_to_the_gradient_agree():
     def ended(p, **options):
@@ -177,6 +178,7 @@ def test_fits_whose_start_moves_with_the_variables():
     np.testing.assert_allclose(found.p, truth, rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @both
 @pytest.mark.serial
 def test_a_start_that_cannot_be_made_consistent_has_a_code():

@@ -250,7 +250,7 @@ def along_by_scipy(start):
     return along(TOWARDS), units
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alg, start", CASES.values(), ids=CASES)
 def test_tangents_through_doses(alg, start, monkeypatch):
     events = tuple(Event(times=times, affect=affect) for times, affect in doses_of(start))

@@ -225,6 +225,7 @@ def test_gradient_vanishes_at_the_mean_of_many_sources():
     assert at_mean < 1e-8 * elsewhere
 
 
+@pytest.mark.thorough
 @pytest.mark.one_rank
 @pytest.mark.few(1)
 def test_noise_below_rounding(case):

@@ -128,6 +128,7 @@ def pattern_of(case, kind):
     return whole[numbers][:, order]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["interpreted", "compiled"])
 @pytest.mark.parametrize(
     "settings", [{}, {"reuse": 2}, {"reuse": 50, "method": "bicgstab"}], ids=["new factors", "kept twice", "kept"]

@@ -813,6 +813,7 @@ OF_SCIPY = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.serial
 @pytest.mark.parametrize(("fun", "formula", "x"), OF_SCIPY.values(), ids=OF_SCIPY)
 def test_functions_of_scipy_that_are_not_ufuncs(fun, formula, x):

@@ -375,6 +375,7 @@ def test_methods_and_operators(text, some):
     assert table.keys() == derivative_sweep.calls_by_name(getattr(derivative_sweep, text)).keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.interpreted  # compiled functions are among the outcomes
 @pytest.mark.limit(300)

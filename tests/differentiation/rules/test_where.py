@@ -6,7 +6,7 @@ import numpy
 import plain_tape
 import pytest
 from against_autograd import assert_close, check, random_like
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 pytestmark = pytest.mark.serial
@@ -108,6 +108,7 @@ def test_select(shape, dtype):
 
 
 @given(hnp.mutually_broadcastable_shapes(num_shapes=5, max_dims=3, max_side=3))
+@settings(max_examples=15)
 def test_select_of_any_broadcast(shapes):
     c, d, x, y, z = (random_like(numpy.empty(s), i) for i, s in enumerate(shapes.input_shapes))
     check_select([c > 0, d > 0], [x, y], z)

@@ -94,6 +94,7 @@ def test_work_pays_for_a_kernel_at_once_or_by_and_by(forgetting):
     assert kinds([solve(ensemble, RK4(), dt=1.0, batch_size=50_000)]) == "c"
 
 
+@pytest.mark.thorough
 def test_the_same_kernels_give_the_same_choices(forgetting):
     def ways():
         forgetting()

@@ -167,6 +167,7 @@ def test_gradients(argnums, saveat, way):
         onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * onp.abs(a).max())
 
 
+@pytest.mark.thorough
 def test_states_saved_inside_the_last_step_by_the_ends_of_tspan():
     times = SPANS[:, :1] + (SPANS[:, 1:] - SPANS[:, :1]) * onp.array([0.5, 0.98, 0.999])
     found, expected = (

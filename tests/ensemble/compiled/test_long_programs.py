@@ -64,6 +64,7 @@ def test_gradients_agree_with_differences():
     np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
+@pytest.mark.thorough
 def test_weights_of_each_trajectory():
     rng = np.random.default_rng(3)
     base = ODEProblem(lambda u, p, t: anp.tanh(anp.sum(p * u, axis=1)), np.ones(12), (0.0, 1.0), np.ones((12, 12)))
@@ -94,6 +95,7 @@ def test_repeated_operations_count_once(monkeypatch, caplog):
         assert fits != ("operations; up to 120 fit into a kernel" in caplog.text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [pytest.param(8, marks=pytest.mark.thorough), 12])
 def test_loops_have_the_values_of_scalars(monkeypatch, width):
     u0s, found = np.random.default_rng(2).normal(size=(17, 2)), []

@@ -3,6 +3,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: 0 +waits [^\n]*{here}[^\n]*rank 1
 # says: 1 +left
+# thorough: yes
 
 import mpiad
 

@@ -2,6 +2,7 @@
 # environment: MPIAD_TIMEOUT=2
 # raises: mpiad.errors.CommunicationMismatchError
 # says: the dtype differs[^$]*mpi_allreduce[^\n]*int64[^\n]*{here}
+# thorough: yes
 
 import mpiad
 

@@ -1,6 +1,7 @@
 # One rank's part of minimize's function raises, and the root waits for it inside a communication.
 # raises: LookupError
 # says: minimize can't raise this exception on all ranks.*{here}.*LookupError: no data
+# thorough: yes
 
 import autograd.numpy as np
 

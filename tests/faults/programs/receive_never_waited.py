@@ -2,6 +2,7 @@
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatchError
 # says: Rank 1 started mpi_irecv at {here} and never waited for it
+# thorough: yes
 
 import numpy as np
 

@@ -1,6 +1,7 @@
 # One rank's function calls itself without end.
 # raises: RecursionError
 # says: rank 1 ended the job.*{here}.*repeated \d+ more times.*RecursionError
+# thorough: yes
 
 import mpiad
 

@@ -3,6 +3,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: 1 +waits [^\n]*mpi_recv[^\n]*tag 2[^\n]*{receive}
 # says: Rank 0 sent a message to rank 1 with tag 1 at {send}, not received there
+# thorough: yes
 
 import numpy as np
 

@@ -174,6 +174,7 @@ def test_tangents_and_adjoint_are_transposed(name):
     np.testing.assert_allclose(products, [p_bar[-1], u0_bar[0]], rtol=1e-10, atol=1e-11 * np.abs(products).max())
 
 
+@pytest.mark.thorough
 @compiled
 def test_one_that_failed_has_no_gradient():
     f, d, ranges, _, _ = CASES["blows up"]

@@ -121,6 +121,7 @@ def test_states_at_both_ends_from_one_initial_state_for_all():
     assert_close([on_host(found)], [expected])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [np.asarray, on_device])
 def test_no_saved_times(place):
     u0, p = states(41), parameters(41)
@@ -275,6 +276,7 @@ def test_gradients_of_device_arrays_are_the_same_and_stay_there(gradient):
     assert (transfers.h2d_bytes, transfers.d2h_bytes) == (0, 8 * 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_gradients_by_what_all_share(gradient):
@@ -341,6 +343,7 @@ def test_forward_mode():
         np.testing.assert_allclose(along(EnsembleGPU()), along(EnsembleVectorized(), compile=False), rtol=1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("put", [np.asarray, on_device])
 def test_second_derivatives_are_those_of_arrays(put):
@@ -471,6 +474,7 @@ def by_events(backend, u0, p, shared=None, **options):
     return anp.sum(kept**2) + anp.sum(anp.sin(ends)) + times + anp.sum(anp.where(alive, sol.t_reached, 0.0) ** 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [
     {"events": (RIM, WALL)}, {"events": (FLOOR, RIM, FLOOR), "max_steps": 12}, {"events": RIM}
@@ -487,6 +491,7 @@ def test_gradients_through_events_are_those_of_the_vectorised_path(options, room
     assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_gradients_through_events_by_what_all_share_of_device_arrays(monkeypatch, device):
     monkeypatch.setattr("mpiad.ensemble.compiled.cuda.gpu_solver._ROWS", -100)  # too little room at first
     u0, p = states(35, 2), np.array([9.0, 2.0])
@@ -604,6 +609,7 @@ def test_a_kernel_too_large_for_registers(device, monkeypatch, caplog):
     assert len(device.launches) == 1
 
 
+@pytest.mark.thorough
 def test_a_kernel_too_large_with_tangents_takes_the_adjoint(device, monkeypatch, caplog):
     monkeypatch.setattr(device, "local_bytes", lambda text: 9000 * ("void df0" in text))
 

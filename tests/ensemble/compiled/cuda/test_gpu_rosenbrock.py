@@ -108,6 +108,7 @@ def test_a_mass_matrix_whose_start_is_made_consistent(device):
     assert_same_gradients(Rodas5P(), device, problem=problem)
 
 
+@pytest.mark.thorough
 def test_a_start_that_cannot_be_made_consistent_has_its_code():
     problem = ensemble(np.array([[1.0, 1.0]] * 2), np.array([[1.0, 0.5], [-1.0, 0.5]]), MASS, lambda u, p, t: [
         -u[0], u[1] ** 2 - p[0]
@@ -117,6 +118,7 @@ def test_a_start_that_cannot_be_made_consistent_has_its_code():
     assert "InitialFailure" in sol.summary()
 
 
+@pytest.mark.thorough
 def test_single_precision():
     there = ensemble(U0.astype(np.float32), P.astype(np.float32))
     options = {"rtol": 1e-3, "atol": 1e-5, "saveat": [0.7, 2.0]}
@@ -125,6 +127,7 @@ def test_single_precision():
     np.testing.assert_allclose(sol.u, solve(ensemble(), Rodas5P(), rtol=1e-8, atol=1e-10, saveat=[0.7, 2.0]).u, atol=5e-3)
 
 
+@pytest.mark.thorough
 def test_tangents_are_left_to_arrays(device, caplog):
     def along(backend):
         return mpiad.jvp(lambda u0: loss(backend, Rodas5P(), u0, P), U0, np.cos(U0))[1]
