@@ -227,6 +227,7 @@ def test_a_hang_without_the_launcher_ends_too(tmp_path):
     assert "in test_stuck" in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_a_rank_that_ends_without_a_word_is_noticed(suite):
     job = suite(
@@ -245,6 +246,7 @@ def test_gone(rank):
     assert "test_suite.py::test_gone" in job.reports
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.parametrize(
     "text, message",
@@ -265,6 +267,7 @@ def test_ranks_collect_the_same_tests(suite, text, message):
     assert message in job.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_worlds_of_one_are_refused(suite, tmp_path, monkeypatch):
     foreign = tmp_path / "mpiexec"

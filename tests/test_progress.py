@@ -57,6 +57,7 @@ print(sum(squares), found.x.round(6).tolist())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.parametrize("kind", ["closed", pytest.param("nobody reads it", marks=pytest.mark.thorough)])
 @pytest.mark.unguarded

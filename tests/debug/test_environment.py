@@ -112,6 +112,7 @@ def test_separate_worlds_are_exit_code_1_and_one_report():
     assert done[1].stdout == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_ranks_that_do_not_answer_are_not_waited_for(mpirun):
     program = "import sys, time, mpiad\nmpiad.mpi_init()\nfrom mpiad.debug.environment import main\n"

@@ -281,6 +281,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_job_ends_where_others_wait_in_a_communication(mpirun: Callable[..., CompletedProcess]) -> None:
     done = mpirun(3, WAITING, timeout=30)
@@ -327,6 +328,7 @@ def test_one_long_call_is_no_wait(mpirun: Callable[..., CompletedProcess]) -> No
     assert sorted(line for line in done.stdout.splitlines() if "raised" in line) == ["raised 0 1", "raised 1 1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_bare_communication_ends_the_job_after_the_timeout(
     mpirun: Callable[..., CompletedProcess], monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ MISTAKEN = next(k for k, line in enumerate(LINES, 1) if "mpi_scan(y)" in line)
 WAITS = next(k for k, line in enumerate(LINES, 1) if "mpiad.mpi_recv(" in line)
 
 
+@pytest.mark.thorough
 def test_a_program_under_watch(mpirun, tmp_path):
     """Right results on all ranks, mistakes named by their lines, and a timeline with the calls of all ranks."""
     path = tmp_path / "trace.json"

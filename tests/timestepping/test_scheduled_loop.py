@@ -103,7 +103,7 @@ def arguments(steps):
 SCHEDULES = [1, 4, 100, CheckpointSchedule(2, recorded=5), CheckpointSchedule(1, recorded=40)]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("steps", [1, 11, 40])
 @pytest.mark.parametrize("checkpoints", SCHEDULES, ids=str)
 def test_values_and_gradients(checkpoints, steps, by_commands):

@@ -99,6 +99,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.unguarded
 @pytest.mark.parametrize(

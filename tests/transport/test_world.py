@@ -169,6 +169,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_end_a_starting_job(mpirun):
@@ -202,6 +203,7 @@ def place():
         yield Path(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_sockets_of_ended_processes_are_removed(mpirun, place):
     folder = own(place)
@@ -224,6 +226,7 @@ def test_sockets_of_ended_processes_are_removed(mpirun, place):
     assert len(left) == 1 + 2 + 4
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("kind", ["missing", "writable", "link", "of another user"])

@@ -47,6 +47,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_after_abandoned_communication_the_job_ends_whatever_the_code(mpirun):
     done = mpirun(2, START + ABANDONED, env={"MPIAD_TIMEOUT": "0.5"})
@@ -70,6 +71,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_what_is_caught_and_what_ends_a_thread_is_no_exit(mpirun):
     done = mpirun(2, START + NOT_LEFT)
@@ -192,6 +194,7 @@ mpiad.mpi_recv(1.0, 1)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launches
 def test_a_thread_that_python_joins_may_wait_for_others_only_so_long(mpirun):
     done = mpirun(2, START + WAITING_THREAD)

@@ -58,6 +58,7 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
     assert takes_at_most(2, seconds)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("first", ["MainThread", "mpiad-signals"])
@@ -135,6 +136,7 @@ def test_sigterm_at_exit(mpirun):
     assert done.returncode == 143 and "rank 1 received SIGTERM. The job" in done.stderr
 
 
+@pytest.mark.thorough
 @launches
 @pytest.mark.unguarded
 def test_sigint_in_a_wait_ends_the_job(mpirun):
@@ -181,6 +183,7 @@ def test_the_user_s_handler_wins(when, mpirun):
     assert done.returncode == 0 and done.stdout.count("mine") == 2 and done.stderr == ""
 
 
+@pytest.mark.thorough
 @launches
 def test_a_wakeup_file_of_somebody_else_stays(mpirun):
     theirs = """
@@ -216,6 +219,7 @@ IN_A_LOOP = {
 }
 
 
+@pytest.mark.thorough
 @launches
 @pytest.mark.parametrize(
     "when",
@@ -323,6 +327,7 @@ signals._end_or_request = late
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("before", ["", LATE])
@@ -331,6 +336,7 @@ def test_the_end_can_be_postponed(before, mpirun):
     assert done.returncode == 0 and done.stdout.count("checkpoint") == 2 and "saved\nsaved\n" in done.stdout
 
 
+@pytest.mark.thorough
 @launches
 def test_but_not_for_ever(mpirun):
     program = START + POSTPONED.replace("PATIENCE", "0.5").replace("== 2", "== 3")
