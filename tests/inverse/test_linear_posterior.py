@@ -54,7 +54,7 @@ def case(request):
     return domain, LinearPosterior(F, prior, NOISE, correlation=request.param), Dense(request.param, NOISE), d
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("times", [N, 3, 1, 0])
 def test_mean(case, times):

@@ -123,6 +123,7 @@ def test_exception_between_a_send_and_its_receive(rank: int, size: int) -> None:
         assert np.array_equal(mpiad.mpi_recv(np.zeros(3), 0, tag=7), np.full(3, 5.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi(min_size=2)
 def test_others_may_compute_for_long(rank: int, size: int) -> None:
     def fun(x: Any) -> Any:

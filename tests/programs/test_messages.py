@@ -136,7 +136,7 @@ ON_TWO = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @each_place
 @pytest.mark.parametrize("fun", ON_TWO, ids=lambda fun: fun.__name__)
 def test_primitives(fun, compiled, rank):

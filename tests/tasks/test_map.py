@@ -290,6 +290,7 @@ def test_items_may_communicate_and_nest_on_a_communicator_of_one_rank():
     assert found == [0, 0, 1, 3, 6]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(WORLD.size == 1, reason="one rank may communicate with itself")
 def test_a_table_of_waits_shows_what_the_root_waits_for():
     """It "computes", as if the item that waits for it had only to be patient; items may take longer than the limit."""

@@ -67,6 +67,7 @@ def recover() -> None:
     assert mpiad.mpi_allreduce(1) == MPI.COMM_WORLD.size
 
 
+@pytest.mark.few(2)
 @pytest.mark.also_on(2)
 def test_all_receive_first(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     error = expect_deadlock(
@@ -75,6 +76,7 @@ def test_all_receive_first(mode: str, rank: int, size: int, expect_deadlock: Any
     assert error.ranks == tuple(range(size)) and error.cycle == (*range(size), 0)
 
 
+@pytest.mark.few(2)
 def test_one_doesn_t_come(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     if rank == 1:
         recover()
@@ -119,6 +121,7 @@ def test_a_collective_against_a_message(mode: str, rank: int, expect_deadlock: A
     assert {0, 1} <= set(error.ranks)
 
 
+@pytest.mark.few(1)
 def test_backwards_the_forward_line_is_named(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     def loss(x: Any) -> Any:
         y = mpiad.mpi_send(x, (rank + 1) % size)
