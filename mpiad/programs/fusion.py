@@ -168,6 +168,7 @@ _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 class _Use(NamedTuple):
     # A read of a node in a loop.
     cut: float  # index of the cut before which the loop runs
+    level: int  # of the loop; see `Materialization._levels`
     shape: Shape  # index space of the loop
     map: IndexMap  # from the loop's indices to those of the node
 
@@ -189,12 +190,16 @@ class Materialization:
         """Return the nodes that are kept in memory, except those whose kind is always in memory."""
         forced = kept = self._forced()
         # A fixed-point iteration: the costs depend on the kept nodes, and the decision which nodes to keep on the costs.
-        for _ in range(_ROUNDS):
+        for turn in range(_ROUNDS):
             costs, leaves, long = self._costs(kept)
-            kept = self._decided_by(forced | long, costs, leaves)
+            # In the first round no intermediate node is kept, so that many expressions are long only for this reason.
+            required = forced | long if turn else forced
+            kept = self._decided_by(required, costs, leaves, self._levels(kept | required))
         return kept
 
-    def _decided_by(self, forced: set[int], costs: dict[int, int], leaves: dict[int, int]) -> set[int]:
+    def _decided_by(
+        self, forced: set[int], costs: dict[int, int], leaves: dict[int, int], levels: dict[int, int]
+    ) -> set[int]:
         position = {n: k for k, n in enumerate(self.cuts)}
         uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
         kept: set[int] = set()
@@ -203,14 +208,14 @@ class Materialization:
             # Outputs are read between the last cut of their part and the next cut.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
-            uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
+            uses[n].add(_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
         for n in reversed(self.needed):
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
                 at = position.get(n)
                 for x in [source_of(self.program, node, x) for x in node.inputs] if at is not None else ():
                     shape = self.nodes[x].shape
-                    uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
+                    uses[x].add(_Use(at, levels[x], long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
             repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
@@ -218,10 +223,31 @@ class Materialization:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
-                uses[n] = {_Use(cut, long_axes(shape), to_long(shape))}
+                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape))}
             for x, map in reads_of(self.program, node):
                 uses[x].update([use._replace(map=composed(map, use.map)) for use in uses[n]])
         return kept
+
+    def _levels(self, kept: set[int]) -> dict[int, int]:
+        """Return the level of the loop that computes each node: one more than those of the loops whose results it reads.
+
+        Results are read within the loop that computes them only at the index of the loop, without a view or a join between.
+        """
+        levels: dict[int, int] = {}
+        # The largest levels of the kept nodes that the expression of a node reads, at its own index and at others.
+        read: dict[int, tuple[int, int]] = {}
+        for n in self.needed:
+            node = self.nodes[n]
+            here, elsewhere = -1, -1
+            for x in node.inputs:
+                own, other = (levels[x], -1) if x in kept else read[x]
+                here, elsewhere = max(here, own), max(elsewhere, other)
+            if node.kind in IN_MEMORY:
+                here, elsewhere = -1, -1
+            elif node.kind != "elementwise":
+                here, elsewhere = -1, max(here, elsewhere)
+            read[n], levels[n] = (here, elsewhere), max(here, elsewhere + 1, 0)
+        return levels
 
     def _era(self, n: int) -> int:
         """Return the index of the first cut after a node: the era in which it is computed."""
@@ -253,9 +279,7 @@ class Materialization:
             sets[n] = read if len(read) <= _MOST_LEAVES else frozenset(sorted(read)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
             eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
-            # Running sums of cotangents are kept. Otherwise each step would compute the whole sum again.
-            crowded = node.part > 0 and len(read) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
-            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
+            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS):
                 long.add(n)
         return costs, {n: len(read) for n, read in sets.items()}, long
 

@@ -83,6 +83,31 @@ def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     assert len(large) <= 1  # the cotangent, which five places read
 
 
+@pytest.mark.parametrize("place", ["in", "around"], ids=["jit of the gradient", "gradient of jit"])
+def test_each_step_of_an_unrolled_loop_reads_as_many_arrays_backwards(place):
+    """The cotangent of a state is stored once per step: to sum it anew, a step would read the arrays of all later steps."""
+
+    def neighbors(u):
+        return anp.roll(u, 1, 0) + anp.roll(u, -1, 0) + anp.roll(u, 1, 1) + anp.roll(u, -1, 1)
+
+    def loss(u, v):
+        for _ in range(12):
+            u, v = u + 0.1 * neighbors(u) - u * v**2, v + 0.05 * neighbors(v) + u * v**2
+        return anp.sum(u**2) + anp.sum(anp.sin(v))
+
+    states = 0.3 * U, 0.2 * U[::-1]
+    (_, expected), jitted = mpiad.value_and_grad(loss, (0, 1))(*states), mpiad.jit(loss, strict=True)
+    compiled = mpiad.jit(mpiad.value_and_grad(loss, (0, 1)), strict=True)
+    for _ in range(2):
+        found = compiled(*states) if place == "in" else mpiad.value_and_grad(jitted, (0, 1))(*states)
+        np.testing.assert_allclose(found[1], expected, rtol=1e-11, atol=1e-11)
+    caches = (jitted, *jitted._derived.values()) if place == "around" else (compiled,)
+    (replays,) = [entry.replays for each in caches for entry in each._cache.entries.values() if entry is not None]
+    reads = [len({b for b, _ in text.loads}) for text in replays.texts if text is not None]
+    assert len(reads) >= 2 * 12 and max(reads) <= 12
+    assert len({text.text for text in replays.texts if text is not None}) <= 8  # alike steps have one kernel
+
+
 @pytest.mark.few(1)
 @pytest.mark.unguarded
 @pytest.mark.parametrize("count", [9, 27])
