@@ -31,7 +31,7 @@ from mpiad.transport import Spec
 from mpiad.transport.core.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
-_MAX_STEPS, _MAX_OPERATIONS = 32, 600
+_MAX_STEPS, _MAX_OPERATIONS = 32, 1000
 
 
 class Span(NamedTuple):
