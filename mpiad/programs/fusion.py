@@ -369,6 +369,9 @@ class Schedule:
         self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
         self._kept = self._decision.kept()
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
+        self._latest: dict[int, int] = {}  # the last cut on which each node depends
+        for n in self.needed:
+            self._latest[n] = n if self.nodes[n].kind in _CUTS else max((self._latest[x] for x in self.nodes[n].inputs), default=-1)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
@@ -385,9 +388,8 @@ class Schedule:
                 self._record(n, Place.of(self._buffer(node.kind, node.shape, node.dtype, node.data), node.shape))
         for part, (start, end) in enumerate(pairwise([0, *program.ends, len(program.outputs)])):
             self.part_starts += [len(self.steps)] * (part > 0)
-            for n in self.cuts:
-                if self.nodes[n].part == part:
-                    self._run(n)
+            for group in self._groups([n for n in self.cuts if self.nodes[n].part == part]):
+                self._run(group)
             self.outputs += self._compute_outputs(range(start, end), part)
 
     @property
@@ -453,12 +455,22 @@ class Schedule:
             return None
         return place.buffer if buffer.shape == shape else self._buffer("alias", shape, buffer.dtype, place.buffer)
 
-    def _run(self, n: int) -> None:
-        """Append loops that compute the operands of a cut, and the Python call."""
-        node = self.nodes[n]
-        operator = working_in_place(node)
-        if operator is not None:
-            self._run_in_place(n, operator)
+    def _groups(self, cuts: Sequence[int]) -> list[list[int]]:
+        """Return cuts in order, those together that follow each other, work in place, and don't depend on each other."""
+        groups: list[list[int]] = []
+        for n in cuts:
+            joins = groups and all(working_in_place(self.nodes[x]) for x in (n, groups[-1][0]))
+            if joins and self._latest[self.nodes[n].inputs[0]] < groups[-1][0]:
+                groups[-1].append(n)
+            else:
+                groups.append([n])
+        return groups
+
+    def _run(self, group: Sequence[int]) -> None:
+        """Append loops that compute the operands of cuts, and the Python calls."""
+        node = self.nodes[n := group[0]]
+        if working_in_place(node) is not None:
+            self._run_in_place(group)
             return
         sources = [source_of(self.program, node, x) for x in node.inputs]
         missing = [x for x in dict.fromkeys(sources) if self._buffer_of(x) is None]
@@ -476,23 +488,30 @@ class Schedule:
         for x, buffer in zip(arrays, results):
             self._record(x, Place.of(buffer, self.nodes[x].shape))
 
-    def _run_in_place(self, n: int, operator: InPlace) -> None:
-        node = self.nodes[n]
-        (x,) = node.inputs
-        rest = node.data.args[1:]
-        shape = self.nodes[x].shape
-        lead = (0,) * (len(shape) - len(operator.given(*rest)))
-        buffer = self._buffer("temporary", shape[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
-        place = Place(buffer, beginning_at(lead + tuple(operator.given(*rest))))
-        # If the operator changes its argument and other nodes read the argument, these read a copy.
-        shared = operator.changes_given and self._decision.is_shared(x)
-        copies: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
+    def _run_in_place(self, group: Sequence[int]) -> None:
+        targets: list[tuple[int, Place | None, bool]] = []
+        places: list[Place] = []
         before = len(self.steps)
-        self._compute([*copies, (x, place, not operator.changes_given)], n)
-        if not operator.changes_given:
-            self._note_copies(buffer, self.steps[before:])
-        self.steps.append(Run(n, (buffer,), True))
-        self._record(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
+        for n in group:
+            node, (x,) = self.nodes[n], self.nodes[n].inputs
+            operator, rest, shape = working_in_place(node), node.data.args[1:], self.nodes[x].shape
+            given = operator.given(*rest)
+            lead = (0,) * (len(shape) - len(given))
+            buffer = self._buffer("temporary", shape[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
+            places.append(Place(buffer, beginning_at(lead + tuple(given))))
+            # If the operator changes its argument and other nodes read the argument, these read a copy.
+            if operator.changes_given and self._decision.is_shared(x):
+                targets.append((x, None, True))
+            targets.append((x, places[-1], not operator.changes_given))
+        self._compute(targets, group[0])
+        loops = self.steps[before:]
+        for n, (buffer, _) in zip(group, places):
+            operator, rest = working_in_place(self.nodes[n]), self.nodes[n].data.args[1:]
+            if not operator.changes_given:
+                self._note_copies(buffer, loops)
+            self.steps.append(Run(n, (buffer,), True))
+            lead = (0,) * (len(self.nodes[n].shape) - len(operator.result(*rest)))
+            self._record(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Loop]) -> None:
         """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""
