@@ -75,21 +75,12 @@ def _forward(x: Array, p: Exchange) -> Array:
 
 
 def _prepared(p: Exchange, x: Array, out: Array | None) -> Prepared | None:
+    if p.source is None:  # programs read zeros instead of a result from nobody
+        return prepared_send(x, p.dest)  # type: ignore[arg-type]
     target = p.spec.empty() if out is None else out
-    if p.dest is not None and p.source is not None:
-        return prepared_swap(x, p.dest, target, p.source, "mpi_exchange")
-    if p.source is not None:
+    if p.dest is None:
         return prepared_receive(target, p.source, "mpi_exchange")
-    send = None if p.dest is None else prepared_send(x, p.dest)
-    if p.dest is not None and (send is None or out is None):
-        return send
-
-    def fill_and_send() -> None:
-        target.fill(0)
-        if send is not None:
-            send.call()
-
-    return Prepared(fill_and_send)
+    return prepared_swap(x, p.dest, target, p.source, "mpi_exchange")
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:

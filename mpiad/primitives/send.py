@@ -63,19 +63,9 @@ def _forward(x: Array, p: Envelope | None) -> Array:
     return x if hasattr(x, "dtype") else array[()]
 
 
-def prepared(p: Envelope | None, x: Array, out: Array | None) -> Prepared | None:
-    """Return the send of the array x, with a copy of it in `out`, or None; see `Operation`."""
-    send = None if p is None else prepared_send(x, p)
-    if p is not None and (send is None or out is None):
-        return send
-
-    def copy_and_send() -> None:
-        if out is not None:
-            out[...] = x
-        if send is not None:
-            send.call()
-
-    return Prepared(copy_and_send)
+def prepared(p: Envelope, x: Array, out: None) -> Prepared | None:
+    """Return the send of the array x, which is also the result, or None; see `Operation`."""
+    return prepared_send(x, p)
 
 
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Function:

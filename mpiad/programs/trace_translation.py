@@ -170,16 +170,13 @@ class _Translation:
         single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
-        if single and dtype in COMPUTED and self._is_from_nobody(step, data, found):
-            return [program.number(0, shape, dtype)]
+        call: Any = program.nodes[found[0]].data if step.fun is WAIT and found else data
+        receives = isinstance(call, Step) and call.fun in (EXCHANGE, IRECV, RECV)
+        if receives and single and dtype.kind != "O" and call.args[1].source is None:  # nobody sends an array
+            return [program.number(0, shape, dtype) if dtype in COMPUTED else program.constant(np.zeros(shape, dtype))]
         if single or not specs:
             return [number] if specs else []
         return [program.add("item", (number,), shape, dtype, place) for place, (shape, dtype) in enumerate(specs)]
-
-    def _is_from_nobody(self, step: Step, data: Step, inputs: Sequence[int]) -> bool:
-        """Return whether a call receives an array, and nobody sends one: the result is zeros."""
-        call: Any = self.program.nodes[inputs[0]].data if step.fun is WAIT and inputs else data
-        return isinstance(call, Step) and call.fun in (EXCHANGE, IRECV, RECV) and call.args[1].source is None
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:

@@ -228,6 +228,28 @@ def test_a_message_of_another_size(way, rank, size):
     np.testing.assert_array_equal(fun(np.ones(5)), 3.0 if rank == 1 else 1.0)
 
 
+@pytest.mark.parametrize("dtype", [int, bool, float])
+def test_results_from_nobody_are_zeros(dtype, rank, size):
+    """Also integers, with which loops don't compute; a result is a new array in each call."""
+    before, after = neighbors(rank, size)
+
+    @mpiad.jit(strict=True)
+    def fun(x):
+        request = mpiad.mpi_irecv(x, None)
+        alone = mpiad.mpi_exchange(x, after, before), mpiad.mpi_recv(x, None), mpiad.mpi_wait(request)
+        return *alone, mpiad.mpi_exchange(x, None, None) + x
+
+    x = (np.arange(3) + rank).astype(dtype)
+    for _ in range(3):
+        found, *zeros, same = fun(x)
+        np.testing.assert_array_equal(found, 0 * x if before == NONE else (np.arange(3) + rank - 1).astype(dtype))
+        np.testing.assert_array_equal(zeros, 0 * np.array([x, x]))
+        np.testing.assert_array_equal(same, x)
+        assert all(array.dtype == x.dtype for array in (found, *zeros, same))
+        for array in (found, *zeros, same):
+            array[...] = 7
+
+
 def test_replays_that_are_watched_prepare_nothing(rng):
     compiled = mpiad.jit(requests, strict=True)
     x = rng.standard_normal(10)
