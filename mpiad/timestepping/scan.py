@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -13,18 +14,18 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
-from autograd.tracer import isbox
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.tape import changeable
+from mpiad.differentiation.tape import OrderedTape, changeable
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, conformed, spec_like, tangent_of
-from mpiad.pytrees import is_variable, named_leaves
+from mpiad.pytrees import fetched, is_variable, named_leaves
 from mpiad.timestepping.checkpoints import (
     Advance,
     CheckpointSchedule,
@@ -35,13 +36,11 @@ from mpiad.timestepping.checkpoints import (
     log_repeated_steps,
     schedule_of,
 )
-from mpiad.timestepping.comparison import Comparison, same_bits
-from mpiad.timestepping.scheduled_loop import run_by_commands
 from mpiad.timestepping.snapshots import Snapshots, checksum, checksums, copy_of
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, joined, own, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
-from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 _log = logging.getLogger("mpiad")
 
@@ -636,3 +635,126 @@ def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, obse
                 f"timestepping.scan: inputs need one entry for each of n_steps={n_steps} steps along their first axis, but "
                 f"{name} has shape {np.shape(leaf)}."
             )
+
+
+# Loops with checkpoints of small compiled steps, run by machine code between two calls of Python.
+
+
+def run_by_commands(
+    stepping: UserStepping, steps: int, schedule: CheckpointSchedule, args: Arguments
+) -> tuple[list[Array], list[Array]] | None:
+    """Run a loop of a gradient as one node of the tape; return the last state and the observed values.
+
+    None if there are no commands; see `mpiad.programs.scheduled_calls`.
+    """
+    tape, leaves, count = tracing.tape, args.all(), len(args.state)
+    active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
+    if type(tape) is not OrderedTape or tape.passes != "one" or not active:
+        return None
+    if not tape.is_only_trace_of([leaves[k] for k in active]):
+        return None
+    if schedule.disk or schedule.dtype is not None or schedule.compress or schedule.host:
+        return None
+    indices = (*range(count), *[k for k in active if k >= count])
+    plain = args.like(list(map(getval, leaves)))
+    stepping.begin_pass()
+    calls = stepping.scheduled(
+        (schedule.memory, schedule.recorded), plain, indices, lambda calls: _append_actions(calls, steps, schedule)
+    )
+    if calls is None:
+        return None
+
+    def pull(gs: Sequence[Array]) -> list[Array]:
+        comparison = Comparison(schedule, stepping.places, steps)
+        cotangents = dict(zip(indices, calls.backward(gs, comparison.add_values)))
+        comparison.require_same()
+        return [conformed(cotangents[k], spec_like(getval(leaves[k]))) for k in active]
+
+    weakref.finalize(pull, calls.pool.free.append, calls).atexit = False  # no other gradient uses them until then
+    arguments = stepping.leaves(0, plain)
+    if not calls.admits(arguments):
+        return None
+    log_repeated_steps(steps, schedule)
+    with restoring_state():
+        values = calls.forward(arguments)
+    places = [leaves[k]._node.index for k in active]
+    made = tape.record_call(calls.channels, values, [True] * len(values), places, pull, calls.communicates)
+    return made[:count], made[count:]
+
+
+def _append_actions(calls: Any, steps: int, schedule: CheckpointSchedule) -> None:
+    for action in actions(steps, schedule):
+        if isinstance(action, Keep):
+            calls.keep(action.number)
+        elif isinstance(action, Restore):
+            calls.restore(action.number, action.last)
+        elif isinstance(action, Advance):
+            calls.advance(*action)
+        else:
+            calls.reverse(*action)
+
+
+# Whether the steps that a reverse pass repeats have the results of the forward run.
+
+
+class Comparison:
+    """A comparison of the steps that a reverse pass repeats with the forward run.
+
+    The state after a recorded step is compared with the state from which the following step was recorded, and the last
+    state and all observed values with those of the forward run. Nothing is raised before the end of the pass, so that this
+    rank makes all communications for which others wait, and so that one copy from a device suffices.
+    """
+
+    def __init__(self, schedule: CheckpointSchedule, places: tuple[str, ...], steps: int):
+        # `places`: the lines of the step and of the observation.
+        self._schedule, self._places, self._last = schedule, places, steps - 1
+        self._deviations: list[
+            tuple[int, bool, list[float]]
+        ] = []  # step, whether it was observed, accuracies of the leaves
+        self._sizes: list[Array] = []  # for each of these leaves: the largest difference, and the largest sum
+
+    def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
+        """Compare the state after step `number`, or the values observed after it, with checksums."""
+        part = self._part(number, observed)
+        pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
+        if all(same_bits(np.asarray(a) if arrays_of(a) is None else a, b) for a, b in pairs):
+            return
+        stored = 1e-6 if self._schedule.compress else np.finfo(self._schedule.dtype or float).eps
+        precisions = [float(max(stored, np.finfo(getattr(sums, "dtype", float)).eps)) for sums, _ in pairs]
+        self._deviations.append((number, observed, precisions))
+        with np.errstate(all="ignore"):
+            for a, b in pairs:
+                self._sizes += np.max(np.abs(a - b)), np.max(np.abs(b))
+
+    def add_values(self, number: int, leaves: Sequence[Array], others: Sequence[Array], observed: bool) -> None:
+        """Compare the state after step `number`, or the values observed after it, with those of the forward run."""
+        self.add(number, leaves, [checksum(leaf, self._part(number, observed)) for leaf in others], observed)
+
+    def _part(self, number: int, observed: bool) -> int | None:
+        return number if observed or number < self._last else None  # the last state is compared as a whole
+
+    def require_same(self) -> None:
+        """Raise a RuntimeError if values differ by more than rounding."""
+        sizes = iter(fetched(self._sizes))
+        for number, observed, precisions in self._deviations:
+            differences, scales = np.array([(next(sizes), next(sizes)) for _ in precisions], float).T
+            # The last term: a leaf of zeros may contain rounding errors of the others. Compression rounds noise to 5e-5,
+            # and steps may compute small values from differences of large ones.
+            others = 2.0 if self._schedule.compress else np.power(precisions, 0.25)
+            allowed = np.sqrt(precisions) * (scales + others * scales.max())
+            if np.any(differences > allowed):
+                k, what = int(np.argmax(differences - allowed)), "the observed values" if observed else "the state"
+                raise RuntimeError(
+                    f"timestepping.scan: the result of the function at {self._places[observed]} doesn't depend on its "
+                    f"arguments alone: {what} after step {number} changed by {differences[k]:.1e}, compared with "
+                    f"{scales[k]:.1e}, when the gradient repeated the steps. Compute random numbers, times and counts "
+                    "before the loop, and pass them as inputs= or params; keep no values in attributes; and leave arrays "
+                    "that the steps read as they are until the reverse pass. Or omit checkpoints."
+                    + " Or does a step amplify the rounding of compressed checkpoints? Then take dtype='float32'."
+                    * self._schedule.compress
+                )
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Return whether two arrays, or an array and a number, are on the host and have the same bits."""
+    return type(a) is np.ndarray and not isinstance(b, list) and a.tobytes() == np.asarray(b).tobytes()
