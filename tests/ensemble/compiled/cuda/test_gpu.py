@@ -27,7 +27,7 @@ from mpiad.ensemble import (
     Tsit5,
     solve,
 )
-from mpiad.ensemble.compiled.cuda.gpu_solver import sample_batch
+from mpiad.ensemble.compiled.cuda.gpu_solve import sample_batch
 from mpiad.ensemble.members import members
 
 pytestmark = [
@@ -493,7 +493,7 @@ def test_gradients_through_events_are_those_of_the_vectorised_path(options, room
 
 @pytest.mark.thorough
 def test_gradients_through_events_by_what_all_share_of_device_arrays(monkeypatch, device):
-    monkeypatch.setattr("mpiad.ensemble.compiled.cuda.gpu_solver._ROWS", -100)  # too little room at first
+    monkeypatch.setattr("mpiad.ensemble.compiled.cuda.gpu_solve._ROWS", -100)  # too little room at first
     u0, p = states(35, 2), np.array([9.0, 2.0])
 
     def loss(backend, u0, p, **options):
