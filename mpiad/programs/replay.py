@@ -214,7 +214,7 @@ class Replay:
         self.names |= {"bind": self._bind_communicators, "fail": self.fail}
         self._bind_communicators()
         self._renumbers, self.is_numbered = bool(numbered - self._messages.keys()), bool(numbered)
-        # For `fixed_replay`, of each part: the addresses of the first linked kernels and their blocks, the envelopes that
+        # For `FixedReplay`, of each part: the addresses of the first linked kernels and their blocks, the envelopes that
         # it renews, and those of its messages with the places of their tags. And the lines of other steps.
         self.heads: dict[int, list[tuple[int, int]]] = {}
         self.by_python: list[tuple[int, list[str]]] = []
