@@ -295,12 +295,7 @@ def _checksum(x: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
 
 
-_HOLDERS = tuple, list, dict, functools.partial, FunctionType
-
-
-def _refers_to_arrays(x: object) -> bool:
-    # Of the library's objects, segments refer to an array of the user's; others, such as ghosts and patterns, hold copies.
-    return isinstance(x, Segments) or type(x).__module__.startswith("scipy.sparse.")
+_HOLDERS = tuple, list, dict, functools.partial, FunctionType, Segments
 
 
 def _held(x: object, seen: set[int]) -> Iterator[Array]:
@@ -309,16 +304,15 @@ def _held(x: object, seen: set[int]) -> Iterator[Array]:
     if isinstance(x, np.ndarray):
         if x.dtype != object and not getattr(x, "is_working_memory", False):
             yield x
-    elif id(x) not in seen and (isinstance(x, _HOLDERS) or _refers_to_arrays(x)):
+    # Of the library's objects, segments refer to an array of the user's; others, such as ghosts and patterns, hold copies.
+    elif id(x) not in seen and (isinstance(x, _HOLDERS) or type(x).__module__.startswith("scipy.sparse.")):
         seen.add(id(x))
         if isinstance(x, functools.partial):
             parts: Any = (x.func, x.args, x.keywords)
-        elif not isinstance(x, _HOLDERS):
-            parts = list(vars(x).values())
         elif isinstance(x, FunctionType):
             parts = [content_of(cell) for cell in x.__closure__ or ()]
         else:
-            parts = list(x.values()) if isinstance(x, dict) else x
+            parts = x if isinstance(x, (tuple, list)) else list((x if isinstance(x, dict) else vars(x)).values())
         for part in parts:
             yield from _held(part, seen)
 

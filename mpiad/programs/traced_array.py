@@ -250,13 +250,6 @@ _MAY_DIFFER = "whose memory may differ in other calls"
 _IN_MEMORY = "flags", "strides", "base", "data", "ctypes"
 
 
-def _reason_against_attribute(name: str) -> str:
-    if name in _IN_MEMORY:
-        return f"it reads {name} of a traced array, {_MAY_DIFFER}"
-    function = f", such as np.{name}" if hasattr(np, name) else ""
-    return f"a traced array has no {name!r}: call a function of autograd.numpy{function}"
-
-
 _INDEX = "it indexes an array of numbers by traced integers: pass this array as an argument"
 
 
@@ -388,7 +381,10 @@ class TracedArray:
         elif not name.startswith("_") and hasattr(plain(self), name):
             # User code may catch an AttributeError, and take the branch for other types.
             self.recorder.require_open()
-            self.recorder.refuse(_reason_against_attribute(name))
+            if name in _IN_MEMORY:
+                self.recorder.refuse(f"it reads {name} of a traced array, {_MAY_DIFFER}")
+            function = f", such as np.{name}" if hasattr(np, name) else ""
+            self.recorder.refuse(f"a traced array has no {name!r}: call a function of autograd.numpy{function}")
         raise AttributeError(f"a traced array has no {name!r}")
 
     # Operations that need the values, and therefore end the trace in failure.

@@ -325,14 +325,6 @@ def _of_lane(x: Any, lane: int) -> Any:
     return x[lane] if type(x) is _Lanes else x
 
 
-def _record_sweep(recorder: Recorder, nodes: list[OrderedNode], lane: Lane, places: range) -> None:
-    """Record the reverse pass through a range of nodes."""
-    for place in reversed(places):
-        recorder.combined = type(nodes[place].pull) is VectorizedVjp
-        sweep(nodes, lane.totals, range(place, place - 1, -1), True, lane.owned)
-    recorder.combined = False
-
-
 def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Array]]:
     """Return the parts of a program and its reverse pass, from cotangents of results to those of the inputs `inner`."""
     with recorder, suspended(body=False):
@@ -356,7 +348,10 @@ def _with_reverse_pass(
     gs = [recorder.input(like(_spec(x))) for x, _ in traced]
     lane = Lane.of(nodes)
     lane.add(zip([index for _, index in traced], seeded(gs)))
-    _record_sweep(recorder, nodes, lane, range(len(specs), len(nodes)))
+    for place in reversed(range(len(specs), len(nodes))):
+        recorder.combined = type(nodes[place].pull) is VectorizedVjp
+        sweep(nodes, lane.totals, range(place, place - 1, -1), True, lane.owned)
+    recorder.combined = False
     return [results, [conformed(lane.totals[index], spec) for index, spec in enumerate(specs)]]
 
 

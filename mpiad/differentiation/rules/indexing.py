@@ -36,16 +36,18 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if argnums != (0,):
         return inherited_vjp(_getitem, argnums, ans, args, kwargs)
     x, idx = args
-    basic = is_basic(idx)
+    if isinstance(idx, list):  # NumPy would convert an empty list to floats
+        idx = np.asarray(idx, dtype=None if idx else np.intp)
+    basic, parts = is_basic(idx), idx if type(idx) is tuple else (idx,)
     shape, dtype = x.shape, x.dtype
-    if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size and _keeps_order(idx):
-        return lambda g: (g.reshape(shape),)
+    if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size:
+        # A basic index that takes all elements changes their order only if it has a negative step.
+        if not any(type(i) is slice and i.step is not None and i.step < 0 for i in parts):  # type: ignore[operator]
+            return lambda g: (g.reshape(shape),)
     repeats = False
     if not basic:
-        if isinstance(idx, list):  # NumPy would convert an empty list to floats
-            idx = np.asarray(idx, dtype=None if idx else np.intp)
         # An array of indices may select an element twice; a mask doesn't.
-        advanced: list[Any] = [i for i in (idx if type(idx) is tuple else (idx,)) if type(i) is tuple or not is_basic(i)]
+        advanced: list[Any] = [i for i in parts if type(i) is tuple or not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 
@@ -99,14 +101,6 @@ def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dic
     if argnums != (0,):
         return inherited_jvp(_getitem, argnums, gs, ans, args, kwargs)
     return gs[0][args[1]]
-
-
-def _keeps_order(idx: object) -> bool:
-    # A basic index that takes all elements changes their order only if it has a negative step.
-    for i in idx if type(idx) is tuple else (idx,):
-        if type(i) is slice and i.step is not None and i.step < 0:
-            return False
-    return True
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -57,7 +57,12 @@ def selected(conditions: list[Array], default: Array, *choices: Array) -> Array:
 
 def select_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass each element of the cotangent to the choice from which the result took this element."""
-    masks = _masks(args[0])
+    masks, others = list[Array](), None  # the elements that the choices are, and those that are left for later ones
+    for condition in args[0]:
+        condition = condition if is_device_array(condition) else np.asarray(condition)
+        masks.append(condition if others is None else others & condition)
+        others = ~condition if others is None else others & ~condition
+    masks.append(others)  # the default
     parts = [(masks[i - 2], fitting(args[i], ans)) for i in argnums]
 
     def vjp(g: Array) -> tuple[Array, ...]:
@@ -66,16 +71,6 @@ def select_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return tuple([part if fit is None else fit(part) for part, fit in chosen])
 
     return vjp
-
-
-def _masks(conditions: list[Array]) -> list[Array]:
-    """Return for each choice, and at last for the default, which elements of the result it is."""
-    masks, others = list[Array](), None
-    for condition in conditions:
-        condition = condition if is_device_array(condition) else np.asarray(condition)
-        masks.append(condition if others is None else others & condition)
-        others = ~condition if others is None else others & ~condition
-    return [*masks, others]
 
 
 def select_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

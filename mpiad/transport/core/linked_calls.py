@@ -72,7 +72,12 @@ class LinkedCall(NamedTuple):
         status = address + 8 * (_FIRST + len(self.arguments))
         known = {"status": status, "comm": handle_of(self.comm)}
         for x in self.arguments:
-            words.append(known.get(x, 0) if isinstance(x, str) else _word(x))
+            if isinstance(x, str):
+                words.append(known.get(x, 0))
+            elif isinstance(x, Tag):
+                words.append(x.envelope.mpi_tag)
+            else:
+                words.append(x if isinstance(x, int) else MPI._handleof(x))
         return words + [0] * _STATUS
 
     def places(self, kind: str) -> list[int]:
@@ -110,12 +115,6 @@ def is_plain(comm: Comm) -> bool:
 def handle_of(comm: Comm) -> int:
     """Return MPI's handle of a communicator, also of one whose calls are watched."""
     return MPI._handleof(comm if is_plain(comm) else comm.bare)
-
-
-def _word(x: Operand) -> int:
-    if isinstance(x, Tag):
-        return x.envelope.mpi_tag
-    return x if isinstance(x, int) else MPI._handleof(x)
 
 
 @cache
