@@ -9,6 +9,7 @@ of its params.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from types import FunctionType
@@ -98,18 +99,17 @@ _known: list[_Known] = []  # the latest first
 _NO_PARAMS = arguments_of((), {})
 
 
+@dataclass(eq=False)
 class Operator:
-    """The functions of one solve, `bound` to params, determined by the objects `read`; with their compiled iterations.
+    """The functions of one solve, `bound` to params, determined by the objects `_read`; with their compiled iterations."""
 
-    `counts`: the message counts before the functions of this solve were made.
-    """
-
-    def __init__(
-        self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],
-        shape: tuple[int, ...], comm: Comm, side: str | None, counts: Mapping[Channel, Counts],
-    ):  # fmt: skip
-        self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
-        self._counts = counts
+    _read: tuple
+    _params: tuple
+    bound: Callable[[tuple], tuple[Function, Function | None]]
+    shape: tuple[int, ...]
+    comm: Comm
+    side: str | None
+    _counts: Mapping[Channel, Counts]  # the message counts before the functions of this solve were made
 
     def program(self, iteration: Iteration, state: tuple) -> Function | None:
         """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""
