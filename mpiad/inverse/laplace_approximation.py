@@ -112,9 +112,16 @@ class Posterior:
 
 
 def laplace_approximation(
-    product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, tol: float = 1e-6,
-    ncv: int | None = None, rng: Rng = 0, batch: bool = False,
-) -> Posterior:  # fmt: skip
+    product: Callable[[LocalArray], LocalArray],
+    m: LocalArray,
+    prior: GaussianPrior,
+    k: int,
+    *,
+    tol: float = 1e-6,
+    ncv: int | None = None,
+    rng: Rng = 0,
+    batch: bool = False,
+) -> Posterior:
     """Approximate the posterior by a Gaussian around its most probable field.
 
     Parameters

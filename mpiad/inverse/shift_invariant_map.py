@@ -90,9 +90,16 @@ class ShiftInvariantMap:
     """
 
     def __init__(
-        self, step: Function, observe: Function, u0: Tree, source: LocalArray, n: int, *, interval: int = 1,
+        self,
+        step: Function,
+        observe: Function,
+        u0: Tree,
+        source: LocalArray,
+        n: int,
+        *,
+        interval: int = 1,
         comm: Comm | None = None,
-    ):  # fmt: skip
+    ):
         self._channel = used = channel(comm, _CALL)
         with raising_together(used):
             self.n, self.interval = positive_count(n, f"{_CALL}: n"), positive_count(interval, f"{_CALL}: interval")

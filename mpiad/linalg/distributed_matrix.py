@@ -265,9 +265,15 @@ class DistributedMatrix:
 
     @classmethod
     def from_entries(
-        cls, rows: np.ndarray, columns: np.ndarray, values: LocalArray, shape: tuple[int, int], *,
-        counts: Sequence[int] | None = None, comm: Comm = None,
-    ) -> DistributedMatrix:  # fmt: skip
+        cls,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        values: LocalArray,
+        shape: tuple[int, int],
+        *,
+        counts: Sequence[int] | None = None,
+        comm: Comm = None,
+    ) -> DistributedMatrix:
         """Assemble a matrix from entries, for example from the matrices of finite elements.
 
         Parameters

@@ -247,7 +247,7 @@ def substitute(
 
 def _forward(
     k: int, w: int, g: int, starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray, x: np.ndarray
-) -> tuple[float, float, float, float]:  # fmt: skip
+) -> tuple[float, float, float, float]:
     """Return the unknowns of group g for the right-hand side k, and eliminate them from the following rows."""
     p, j = 6 * g + 4 * starts[g], 4 * g
     a = inverses[j] * x[j * w + k]
@@ -263,7 +263,7 @@ def _forward(
 
 def _backward(
     k: int, w: int, g: int, starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray, x: np.ndarray
-) -> tuple[float, float, float, float]:  # fmt: skip
+) -> tuple[float, float, float, float]:
     """Return the unknowns of group g for the right-hand side k, given the following ones."""
     p, j = 6 * g + 4 * starts[g], 4 * g
     a, b, c, d = x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k]

@@ -30,9 +30,15 @@ _log = logging.getLogger("mpiad")
 
 
 def restartable(
-    n_steps: int, state: dict[str, Tree], path: str | PathLike[str], *, every: int = 100, patience: float = 30.0,
-    signals: Iterable[int] = (), comm: Comm = None,
-) -> Iterator[int]:  # fmt: skip
+    n_steps: int,
+    state: dict[str, Tree],
+    path: str | PathLike[str],
+    *,
+    every: int = 100,
+    patience: float = 30.0,
+    signals: Iterable[int] = (),
+    comm: Comm = None,
+) -> Iterator[int]:
     """Iterate over the numbers of steps; write the state to files, and continue from them if they exist.
 
     Parameters
