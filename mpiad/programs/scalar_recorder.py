@@ -241,15 +241,12 @@ _RULES: dict[Callable, Rule] = {
 }
 
 # Functions that add, multiply or subtract entries, which isn't arithmetic of numbers for booleans.
-_COMBINING = frozenset({
-    np.dot, np.vdot, np.inner, np.outer, np.matmul, np.tensordot, np.einsum, np.kron, np.convolve, np.diff,
-})  # fmt: skip
+_COMBINING = {np.dot, np.vdot, np.inner, np.outer, np.matmul, np.tensordot, np.einsum, np.kron, np.convolve, np.diff}
 # Functions that move entries, or add and multiply them.
-_ON_ENTRIES: frozenset[object] = frozenset({
+_ON_ENTRIES: set[object] = _COMBINING | {
     take, array_of, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,
     np.swapaxes, np.roll, np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.broadcast_arrays,
     np.take, np.delete, np.split, np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,
-    np.copy, np.append, np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack, np.dot, np.vdot,
-    np.inner, np.outer, np.matmul, np.tensordot, np.einsum, np.kron, np.cross, np.cumsum, np.cumprod, np.diff, np.trace,
-    np.convolve, np.ediff1d, np.diag, np.tril, np.triu,
-})  # fmt: skip
+    np.copy, np.append, np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack, np.cross,
+    np.cumsum, np.cumprod, np.trace, np.ediff1d, np.diag, np.tril, np.triu,
+}  # fmt: skip

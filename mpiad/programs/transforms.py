@@ -155,7 +155,9 @@ class Program(NamedTuple):
     def is_derivable(self) -> bool:
         """Whether all shapes are known, and all results that derivatives may read are single arrays."""
         # If the length of a slice depends on values, a run may differ from the trace.
-        is_open = any(step.fun is take and _has_open_length(step.args[1]) for step in self.recorder.steps)
+        keys = [step.args[1] for step in self.recorder.steps if step.fun is take]
+        slices = [part for key in keys for part in (key if type(key) is tuple else (key,)) if type(part) is slice]
+        is_open = any(Ref in map(type, (part.start, part.stop, part.step)) for part in slices)
         return not is_open and not any(
             isinstance(node.like, (tuple, list)) and type(node.like) is not Ref for node in self.nodes
         )
@@ -190,11 +192,6 @@ def recorded(
         outputs = tape.with_indices(values)
     nodes = tape.nodes()
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build
-
-
-def _has_open_length(key: Any) -> bool:
-    parts = key if type(key) is tuple else (key,)
-    return any(type(part) is slice and Ref in map(type, (part.start, part.stop, part.step)) for part in parts)
 
 
 class Evaluation:

@@ -202,10 +202,8 @@ def _kernel_text(
     reserved = {*head.split(), *vars(ForwardLane), *vars(ReverseLane), *"column i one_span real f g jacobian".split()}
     body = c_statements(folded(thread, kernel, variable_named("i"), reserved=reserved).statements)
     lines = ["const long long i = first + column;", "const bool one_span = !by_span;", *lines, *body]
-    return "\n".join([
-        f"KERNEL {name}({_INPUTS}{arguments}", ") {", f"    const int components = {spec.d};{elements}",
-        "    EACH(column, count) {", *(f"        {line}" for line in lines), "    }", "}",
-    ])  # fmt: skip
+    opening = f"KERNEL {name}({_INPUTS}{arguments}\n) {{\n    const int components = {spec.d};{elements}"
+    return "\n".join([opening, "    EACH(column, count) {", *(f"        {line}" for line in lines), "    }", "}"])
 
 
 def _kernel(spec: KernelSpec, atol: Sequence[Expression] = (), **flags: Expression) -> Kernel:
