@@ -35,31 +35,23 @@ class Scatter:
         arrays = arrays_of(self.values)
         total = np.zeros(self.shape, self.dtype) if arrays is None else arrays.full(self.shape, 0, self.dtype)
         if self.repeats:
-            return _add_repeated(total, self.idx, self.values)
+            return self.mut_add(total)
         total[self.idx] = self.values
         return total
 
     def mut_add(self, total: Array) -> Array:
         """Add the cotangent to an array in place, and return this array."""
-        if self.repeats:
-            return _add_repeated(total, self.idx, self.values)
-        total[self.idx] += self.values
+        idx, values = self.idx, self.values
+        if not self.repeats:
+            total[idx] += values
+        elif (arrays := arrays_of(total)) is not None:
+            arrays.add_at(total, idx, values)
+        elif total.ndim == 1 or not total.flags.c_contiguous or np.size(values) * _FEW < total.size:
+            np.add.at(total, idx, values)
+        else:  # np.add.at is ten times as fast for one axis as for several
+            indices = np.arange(total.size).reshape(total.shape)[idx]
+            np.add.at(total.reshape(-1), np.ravel(indices), np.ravel(values).astype(total.dtype, copy=False))
         return total
-
-
-def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
-    """Add in place with an index that may select an element more than once."""
-    arrays = arrays_of(total)
-    if arrays is not None:
-        arrays.add_at(total, idx, values)
-        return total
-    if total.ndim == 1 or not total.flags.c_contiguous or np.size(values) * _FEW < total.size:
-        np.add.at(total, idx, values)
-        return total
-    # np.add.at is ten times as fast for one axis as for several.
-    indices = np.arange(total.size).reshape(total.shape)[idx]
-    np.add.at(total.reshape(-1), np.ravel(indices), np.ravel(values).astype(total.dtype, copy=False))
-    return total
 
 
 def is_basic(idx: Index) -> bool:
