@@ -85,7 +85,7 @@ def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED
 
 
 def reduce_objective(
-    value: Array, weight: float, problem: PendingError | None, channel: Channel, shapes: Shapes = (), call: str = ""
+    value: Array, weight: float, problem: PendingError | None, channel: Channel, shapes: Shapes, call: str
 ) -> Scalar:
     """Return J on all ranks; raise on all ranks if a rank has a problem, or if `shapes` differ between ranks."""
     term: Any = 0.0

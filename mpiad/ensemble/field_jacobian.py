@@ -60,7 +60,7 @@ def jacobian_program(program: Program) -> JacobianProgram:
     return JacobianProgram(derived_program, tuple(places), tuple(i for i, _ in slopes))
 
 
-def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
+def second_adjoint_program(program: Program, wanted: Wanted) -> Program:
     """Return the derivative of the vector-Jacobian product of f along a "direction" (of the state, then of time)."""
     gradient = vjp(program, wanted, seeds="cotangent")
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
@@ -202,7 +202,7 @@ def _traced_cost(batch: Batch) -> float:
     p, u, t = _first_columns(batch)
     try:
         with np.errstate(all="ignore"):
-            return _PER_TRACED * check_traceable(Field(batch), u, _leaves(p), t)
+            return _PER_TRACED * check_traceable(batch, u, _leaves(p), t)
     except (TypeError, NotImplementedError):
         return np.inf
 

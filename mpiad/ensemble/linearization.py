@@ -44,10 +44,10 @@ def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[A
     return filled
 
 
-def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> int:
+def check_traceable(batch: Batch, u: Array, leaves: Sequence[Any], t: Array) -> int:
     """Return the number of operations of f, traced with respect to the states; raise a TypeError if it can't be traced."""
     try:
-        values, _, recording = trace_list(lambda variables: [field.array(variables[0], leaves, t)], [u])
+        values, _, recording = trace_list(lambda variables: [Field(batch).array(variables[0], leaves, t)], [u])
         np.copyto(np.empty_like(u), values[0], casting="same_kind")  # raises for NumPy's arrays of traced values
         return len(recording.nodes)
     except (TypeError, ValueError) as error:

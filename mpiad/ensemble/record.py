@@ -105,7 +105,7 @@ class Steps:
 class Log:
     """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th step."""
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, every: int | None) -> None:
         self._every = every
         self._chunks: list[tuple[Array, ...]] = []
         self._kept: list[tuple[Array, ...]] = []

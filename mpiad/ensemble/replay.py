@@ -312,7 +312,7 @@ class Replay:
         return u + (between * rate)[:, :count].astype(u.dtype)
 
 
-def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array = None) -> list[Array]:
+def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced."""
     # Results: saved states, (N, n_saved, d), zero for failures and times not reached; final states, (N, d); with events
     # the final times, (N,), and the times of events, (m,). `due`, shape (times, N): the given times at which events act.

@@ -450,7 +450,7 @@ class GivenTimes:
 
 
 def solved_with_events(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, inputs: Batch, dense: bool = False
+    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, inputs: Batch, dense: bool
 ) -> EnsembleSolution:
     """Apply events at the start, call `solve`, and return the solution with derivatives for traced `inputs`."""
     if inputs.traced and (dense or settings.saveat is None):

@@ -636,7 +636,7 @@ def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: ra
         # f is traced once before the search, for a better error message.
         columns = np.zeros(2, int)
         t = batch.end[columns].astype(batch.u0.dtype)
-        check_traceable(Field(batch), batch.u0[:, columns], batch.p.taken(columns), t)
+        check_traceable(batch, batch.u0[:, columns], batch.p.taken(columns), t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     equations = Equations(batch, settings.mass)

@@ -25,7 +25,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Columns, derivative_of, locked
 from mpiad.ensemble.event import DoseTable, Event, affected
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.linearization import Field, check_traceable
+from mpiad.ensemble.linearization import check_traceable
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -69,7 +69,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> int:
                 if isinstance(table, DoseTable) and callable(table.amount):
                     check(partial(_given, table.amount), name="amounts(p) of Event.doses")
         if traced:
-            return check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
+            return check_traceable(batch, first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
     return 0
 
 

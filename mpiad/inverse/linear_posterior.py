@@ -117,7 +117,13 @@ class LinearPosterior:
 
     def _driven(self, map: ShiftInvariantMap, part: slice) -> np.ndarray:
         """Return the rows of G_0, G_1, ... for some sensors of a map, of shape (n, sensors, size)."""
-        return _filtered(map._rows(part), self.correlation)
+        return self._filtered(map._rows(part))
+
+    def _filtered(self, x: np.ndarray) -> np.ndarray:
+        """Overwrite x by y with y_t = a y_{t-1} + x_t along the first axis, where a is the correlation, and return it."""
+        for t in range(1, len(x) if self.correlation else 0):
+            x[t] += self.correlation * x[t - 1]
+        return x
 
     def _colored(self, rows: np.ndarray) -> np.ndarray:
         """Return the products of this rank's blocks, along the last axis, with the prior's covariance."""
@@ -225,14 +231,14 @@ class LinearPosterior:
         weights = mpi_bcast(weights.reshape(self.F.offset.shape), comm=self.F.comm)
         # Gᵀ = Cᵀ Fᵀ, where C makes sources from ε; the covariance of sources in time is C Cᵀ.
         field = self._colored(self.F.T(weights).reshape(self.F.n, -1)).reshape(self.F.shape)
-        return _filtered(_filtered(field[::-1], self.correlation)[::-1], self.correlation)
+        return self._filtered(self._filtered(field[::-1])[::-1])
 
     def _corrected(self, key: int, number: int, count: int) -> LocalArray:
         """Return a sample of the sources' deviation from the posterior's mean, given the first `count` data."""
         generator = generator_of(key, number)
         errors = generator.standard_normal(self.F.offset.shape)
         fields = [self.prior.sample(generator) - self.prior.mean for _ in range(self.F.n)]
-        m = _filtered(np.stack(fields), self.correlation)
+        m = self._filtered(np.stack(fields))
         d = self.F(m) + errors @ cholesky(self._noise, lower=True).T
         return m - self._pulled(self._solved_first(d.ravel()[:count], d[0, :0]) if self._channel.rank == 0 else d)
 
@@ -282,7 +288,7 @@ class LinearPosterior:
             weights = np.eye(n)[of] if np.ndim(of) == 0 else np.array(of, float)
             if weights.shape != (n,):
                 raise ValueError(f"{_CALL}.variance: of must be a time or {n} weights, but got shape {weights.shape}.")
-        weights = _filtered(weights[::-1], self.correlation)[::-1]  # of ε
+        weights = self._filtered(weights[::-1])[::-1]  # of ε
         variance = self.prior.variance.ravel() * (weights @ weights) - self._reduction(weights)
         return np.maximum(variance, 0.0).reshape(self.F.shape[1:])
 
@@ -422,13 +428,6 @@ def _factor(a: np.ndarray) -> int | None:
         a[first:stop, first:stop] = block
         a[stop:, first:stop] = _trsm(1.0, block, a[stop:, first:stop].T, lower=1).T
     return None
-
-
-def _filtered(x: np.ndarray, a: float) -> np.ndarray:
-    """Overwrite x by y with y_t = a y_{t-1} + x_t along the first axis, and return it."""
-    for t in range(1, len(x) if a else 0):
-        x[t] += a * x[t - 1]
-    return x
 
 
 def _checked(F: ShiftInvariantMap, prior: GaussianPrior, noise: float | np.ndarray, correlation: float) -> np.ndarray:

@@ -357,7 +357,7 @@ def attempt_step(kernel: Kernel, lane: ForwardLane) -> None:
     """Attempt one step."""
     spec, k, new = kernel.spec, [state(kernel.spec) for _ in range(kernel.spec.stages + 1)], state(kernel.spec)
     u, du, now = advance(spec, lane, k[0])
-    y = argument_vectors(spec, u, new, bool(spec.directions))
+    y = argument_vectors(spec, u, new)
     step = begin_step(kernel, lane, now, u, new, k, y)
     matrix = compute_stages(kernel, step)
     for j in static(range(len(spec.directions))):

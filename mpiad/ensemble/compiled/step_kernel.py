@@ -157,10 +157,10 @@ def argument(
             out[c] = moved(slope[c], size, u[c], fused)
 
 
-def argument_vectors(spec: KernelSpec, u: Vector, new: Vector, separate: bool) -> list[Vector]:
-    """Return the arguments of the stages; unless `separate`, later arguments overwrite earlier ones."""
+def argument_vectors(spec: KernelSpec, u: Vector, new: Vector) -> list[Vector]:
+    """Return the arguments of the stages; without tangents, later arguments overwrite earlier ones."""
     y = state(spec)
-    vectors = [u, *(state(spec) if separate and i > 1 else y for i in range(1, spec.stages)), new]
+    vectors = [u, *(state(spec) if spec.directions and i > 1 else y for i in range(1, spec.stages)), new]
     if spec.tableau.implicit and spec.rosenbrock.ends_at_new_state:
         vectors[-2] = new  # the argument of the last stage
     return vectors

@@ -99,7 +99,7 @@ def interruptible(name: str, forward: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def finish_composite(channel: Channel, call: str, make_error: MakeError = None) -> None:
+def finish_composite(channel: Channel, call: str, make_error: MakeError) -> None:
     """End a composite that has succeeded on this rank; if another rank failed, raise a RemoteError or the common error."""
     group = None if channel.size == 1 else _recovery_channel(channel)
     if group is None:

@@ -81,7 +81,7 @@ _PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a 
 class FailureDetector:
     """Detects ranks that wait for a failed rank; agreements are in `stage_module`; `listens`: answers failed ranks."""
 
-    def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
+    def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool):
         self._call, self._stage_module, self._size = call, stage_module, comm.size
         self._exchange = StateExchange(getattr(comm, "bare", comm), self._state, _TICK, "mpiad-watch")
         self.watched = threading.get_ident()

@@ -239,7 +239,7 @@ def forward(kernel: Kernel, i: int) -> None:
     k = [Row(lane.k, n, count=spec.d) for n in range(spec.stages + 1)]
     dk = [[Row(lane.dk, j, n, count=spec.d) for n in range(spec.stages + 1)] for j in directions]
     du = [Row(lane.du, j, count=spec.d) for j in directions]
-    y = argument_vectors(spec, lane.u, lane.new, bool(spec.directions))
+    y = argument_vectors(spec, lane.u, lane.new)
     enter(kernel, lane, i)
     for j in static(directions):
         inputs = (lane.u, parameters_of(kernel, lane), rounded(spec, lane.sign * lane.now), du[j])
