@@ -19,7 +19,11 @@ def cache_folder() -> Path | None:
     if setting is None:
         return None
     try:
-        return private_folder(Path(setting).expanduser() if setting else _default_folder())
+        if setting:
+            return private_folder(Path(setting).expanduser())
+        home = os.environ.get("HOME")
+        base = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
+        return private_folder(Path(base) / "mpiad" if base else own_folder(Path(tempfile.gettempdir())))
     except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" is the home directory of an unknown user
         _log.info("nothing is cached in %s: %s.", setting or "the user's cache", error)
     return None
@@ -36,14 +40,6 @@ def private_folder(folder: Path) -> Path:
     if exposed is not None or not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(f"other users can write into {exposed}" if exposed else "this user can't write into it")
     return folder
-
-
-def _default_folder() -> Path:
-    home = os.environ.get("HOME")
-    base = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
-    if base:
-        return Path(base) / "mpiad"
-    return own_folder(Path(tempfile.gettempdir()))
 
 
 def own_folder(shared: Path) -> Path:

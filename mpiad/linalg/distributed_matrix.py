@@ -130,14 +130,6 @@ def _entries_of_rank(
     return row, column, row_counts, row_counts if n == m else even_lengths(m, channel.size)
 
 
-def _pattern_of_entries(row: Array, column: Array, shape: tuple[int, int], dtype: np.dtype) -> tuple[Any, Array]:
-    """Return a matrix of stored zeros at the positions of entries, and the number of each entry's stored zero."""
-    total = shape[1]
-    places, numbers = np.unique(row * total + column, return_inverse=True)  # row by row
-    starts = np.searchsorted(places, total * np.arange(shape[0] + 1))
-    return scipy.sparse.csr_matrix((np.zeros(len(places), dtype), places % max(1, total), starts), shape), numbers
-
-
 class DistributedMatrix:
     """A sparse matrix whose rows are divided among the ranks, for products with vectors and linear solves.
 
@@ -327,9 +319,13 @@ class DistributedMatrix:
         entries = partial(_entries_of_rank, rows, columns, getval(values), shape, counts, group, call)
         described = lambda _: [f"shape={shape!r}, counts={counts!r}"]  # noqa: E731
         row, column, row_counts, column_counts = alike_on_all(group, entries, described, call)
-        pattern, numbers = _pattern_of_entries(row, column, (row_counts[group.rank], shape[1]), getval(values).dtype)
+        # A matrix of stored zeros at the positions of entries, row by row, and the number of each entry's stored zero.
+        n, m = row_counts[group.rank], shape[1]
+        places, numbers = np.unique(row * m + column, return_inverse=True)
+        zeros, starts = np.zeros(len(places), getval(values).dtype), np.searchsorted(places, m * np.arange(n + 1))
+        pattern = scipy.sparse.csr_matrix((zeros, places % max(1, m), starts), (n, m))
         matrix = cls(pattern, columns=column_counts[group.rank], comm=comm)
-        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, pattern.nnz))
+        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, len(places)))
 
     @classmethod
     def from_pattern(
