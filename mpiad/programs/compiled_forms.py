@@ -110,7 +110,7 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
         if is_compiled:
             template = _Template(copy, numbers, read, [], Jitted(copy), most).with_arguments(traced)
     if template is not None:
-        changed = [name for name, value in numbers.items() if not _is_same(value, template.numbers[name])]
+        changed = [name for name, value in numbers.items() if _identity(value) != _identity(template.numbers[name])]
         template = template if set(changed) <= set(template.arguments) else template.with_arguments(changed)
     _templates[key] = template
     if len(_templates) > _MOST_FORMS:
@@ -151,7 +151,3 @@ def _identity(value: Any, depth: int = 3) -> Hashable:
         parts = [*map(content_of, value.__closure__), *_defaults(value)]
         return value.__code__, id(value.__globals__), *[_identity(part, depth - 1) for part in parts]
     return id(value)
-
-
-def _is_same(value: Array, other: Array) -> bool:
-    return value is other or type(value) is type(other) and not hasattr(value, "shape") and value == other
