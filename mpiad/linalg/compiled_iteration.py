@@ -120,14 +120,15 @@ class Operator:
         if key not in known.programs:
             if next(known.runs) < _FIRST_RUNS:
                 return None
-            systems: list[TracedSystem] = []
+            system: Any = None  # in the last trace
 
             def traced(params: Tree, *state: LocalArray) -> tuple:
-                systems.append(TracedSystem(self, params))
-                return iteration(systems[-1], *state)
+                nonlocal system
+                system = TracedSystem(self, params)
+                return iteration(system, *state)
 
             entry = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
-            known.programs[key] = None if entry is None else _Program(entry, systems[-1].messages, systems[-1].counts)
+            known.programs[key] = None if entry is None else _Program(entry, system.messages, system.counts)
         program = known.programs[key]
         if program is None:
             return None
