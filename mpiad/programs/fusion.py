@@ -371,7 +371,8 @@ class Schedule:
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self._latest: dict[int, int] = {}  # the last cut on which each node depends
         for n in self.needed:
-            self._latest[n] = n if self.nodes[n].kind in _CUTS else max((self._latest[x] for x in self.nodes[n].inputs), default=-1)
+            is_cut, before = self.nodes[n].kind in _CUTS, [self._latest[x] for x in self.nodes[n].inputs]
+            self._latest[n] = n if is_cut else max(before, default=-1)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
@@ -469,8 +470,9 @@ class Schedule:
     def _run(self, group: Sequence[int]) -> None:
         """Append loops that compute the operands of cuts, and the Python calls."""
         node = self.nodes[n := group[0]]
-        if working_in_place(node) is not None:
-            self._run_in_place(group)
+        operators = [operator for x in group if (operator := working_in_place(self.nodes[x])) is not None]
+        if operators:
+            self._run_in_place(group, operators)
             return
         sources = [source_of(self.program, node, x) for x in node.inputs]
         missing = [x for x in dict.fromkeys(sources) if self._buffer_of(x) is None]
@@ -488,13 +490,13 @@ class Schedule:
         for x, buffer in zip(arrays, results):
             self._record(x, Place.of(buffer, self.nodes[x].shape))
 
-    def _run_in_place(self, group: Sequence[int]) -> None:
+    def _run_in_place(self, group: Sequence[int], operators: Sequence[InPlace]) -> None:
         targets: list[tuple[int, Place | None, bool]] = []
         places: list[Place] = []
         before = len(self.steps)
-        for n in group:
+        for n, operator in zip(group, operators):
             node, (x,) = self.nodes[n], self.nodes[n].inputs
-            operator, rest, shape = working_in_place(node), node.data.args[1:], self.nodes[x].shape
+            rest, shape = node.data.args[1:], self.nodes[x].shape
             given = operator.given(*rest)
             lead = (0,) * (len(shape) - len(given))
             buffer = self._buffer("temporary", shape[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
@@ -505,13 +507,13 @@ class Schedule:
             targets.append((x, places[-1], not operator.changes_given))
         self._compute(targets, group[0])
         loops = self.steps[before:]
-        for n, (buffer, _) in zip(group, places):
-            operator, rest = working_in_place(self.nodes[n]), self.nodes[n].data.args[1:]
+        for n, operator, (buffer, _) in zip(group, operators, places):
+            result = tuple(operator.result(*self.nodes[n].data.args[1:]))
             if not operator.changes_given:
                 self._note_copies(buffer, loops)
             self.steps.append(Run(n, (buffer,), True))
-            lead = (0,) * (len(self.nodes[n].shape) - len(operator.result(*rest)))
-            self._record(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
+            lead = (0,) * (len(self.nodes[n].shape) - len(result))
+            self._record(n, Place(buffer, beginning_at(lead + result)))
 
     def _note_copies(self, buffer: int, loops: Sequence[Loop]) -> None:
         """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""
