@@ -58,7 +58,7 @@ class Argument:
     ----------
     *shape : int or str
         The length of each axis: an integer, the name of an integer argument, or its sum with an integer, as in
-        ``Input("ny", "nx + 2")``. A number has no axes.
+        ``Input("ny", "nx + 2")``. Lengths and the integers in them are zero or more. A number has no axes.
     dtype : str
     order : str
         "C" or "F". A Fortran array ``u(nx, ny)`` is ``Input("nx", "ny", order="F")``, or in the order of C
@@ -228,10 +228,11 @@ class LibraryFunction(CustomOperator):
         items = self.arguments.items()
         lengths = {length.name for _, a in items for length in a.lengths if length.name is not None}
         integers = {name for name, a in items if a.reads and not a.shape and a.dtype.kind in "iu"}
-        self._inferred = integers & {length.name for _, a in items if a.reads for length in a.lengths}
+        self._outputs = [name for name, a in items if a.writes]
+        # The function gets a copy of an integer that it changes, in the result.
+        self._inferred = {length.name for _, a in items if a.reads for length in a.lengths} & integers - set(self._outputs)
         self._inputs = [(k, name, a) for k, (name, a) in enumerate(items) if a.reads and name not in self._inferred]
         self._names = [name for _, name, _ in self._inputs]
-        self._outputs = [name for name, a in items if a.writes]
         self._arrays = [k for k, (_, _, a) in enumerate(self._inputs) if a.shape]
         self._integers = [k for k, name in enumerate(self._names) if name in integers & lengths]
         if lengths - integers:
@@ -302,7 +303,7 @@ class LibraryFunction(CustomOperator):
     def _layout(self, args: tuple) -> _Layout:
         key = tuple([args[k].shape for k in self._arrays])
         if self._integers:
-            key += tuple([args[k] for k in self._integers])
+            key += tuple([int(args[k]) for k in self._integers])
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._new_layout(args)
@@ -311,12 +312,22 @@ class LibraryFunction(CustomOperator):
     def _new_layout(self, args: tuple) -> _Layout:
         member(self._comm, self.__name__)  # it may have been freed
         sizes = {self._names[k]: int(args[k]) for k in self._integers}
+        for name, n in sizes.items():
+            if n < 0:
+                raise ValueError(
+                    f"{self.__name__}: {name} is the length of an axis, and must be zero or more, but got {n}."
+                )
         sources = dict[str | None, str]()  # the arrays that have determined lengths
         for k in self._arrays:
             name = self._names[k]
             for axis, (length, n) in enumerate(zip(self.arguments[name].lengths, args[k].shape)):
                 if length.name is not None and length.name not in sizes:
                     sizes[length.name], sources[length.name] = n - length.offset, f" from {name}"
+                    if n < length.offset:
+                        expected = f"{self.arguments[name].shape[axis]} with {length.name} ≥ 0"
+                        raise ValueError(
+                            f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}."
+                        )
                 if length.value(sizes) != n:
                     expected = f"{self.arguments[name].shape[axis]} = {length.value(sizes)}{sources.get(length.name, '')}"
                     raise ValueError(f"{self.__name__}: axis {axis} of {name} must have length {expected}, but has {n}.")
@@ -329,6 +340,10 @@ class LibraryFunction(CustomOperator):
                 values[place] = number if argument.by_value else ctypes.pointer(number)
             if argument.writes:
                 shape = tuple([length.value(sizes) for length in argument.lengths])
+                for n, text, length in zip(shape, argument.shape, argument.lengths):
+                    if n < 0:
+                        got = f"{text} = {n}{sources.get(length.name, '')}"
+                        raise ValueError(f"{self.__name__}: the lengths of {name} must be zero or more, but one is {got}.")
                 begin, stop = stop, stop + prod(shape)
                 offsets.append((place, begin * argument.dtype.itemsize))
                 parts[name] = _Part(argument.order, shape, slice(begin, stop) if shape else begin)
@@ -519,8 +534,8 @@ class Library(SharedLibrary):
             The communicator that is passed for an argument `Communicator`; by default the world.
         **arguments : Argument
             The arguments by name, in the order of the function: `Input`, `Output`, `InOut`, `Value` or `Communicator`. An
-            integer whose name is a length of an input is taken from the shape of the array. The value that the function
-            returns isn't used.
+            integer whose name is a length of an input is taken from the shape of the array, unless the function changes it.
+            The value that the function returns isn't used.
 
         Returns
         -------

@@ -94,6 +94,8 @@ void cube_bb(int n, const double *x, double *xb, const double *g, double *gb, co
 void address(int n, const double *x, long *y) { *y = (long)x; }
 void rest(int n, const double *x, double *y) { usleep(300000); *y = x[0]; }
 void leave(int n, const double *x, double *y) { exit((int)x[0]); }
+/* n becomes the number of nonzero entries */
+void count(int *n, const int *x) { int all = *n; *n = 0; for (int i = 0; i < all; ++i) *n += x[i] != 0; }
 void underscored_(int n, const double *x, double *y) { *y = n; }
 """
 
@@ -321,6 +323,48 @@ def test_lengths_that_differ(functions):
     fun = functions.function("shift", n=Value("int32"), by=Value(), x=Input("n"), z=Input("n"), y=Output("n"))
     with pytest.raises(ValueError, match="shift: axis 0 of z must have length n = 3 from x, but has 4"):
         fun(0.0, np.ones(3), np.ones(4))
+
+
+def test_negative_lengths_are_refused(functions):
+    """The results would overlap, and C would write outside of them; from the shape of an input, passed, and computed."""
+    shift = lambda x, y: functions.function("shift", n=Value("int32"), by=Value(), x=x, y=y)  # noqa: E731
+    halo, less, passed = (
+        shift(Input("n + 2"), Output("n")),
+        shift(Input("n"), Output("n - 2")),
+        shift(Input(3), Output("n")),
+    )
+    changed = functions.function("diffuse", n=Value("int32"), steps=Value("int32"), c=Value(), u=InOut("n + 2"))
+    for fun, args, text in (
+        (halo, (0.0, np.ones(1)), r"axis 0 of x must have length n \+ 2 with n ≥ 0, but has 1"),
+        (halo, (0.0, np.ones(0)), r"axis 0 of x must have length n \+ 2 with n ≥ 0, but has 0"),
+        (changed, (1, 0.0, np.ones(1)), r"axis 0 of u must have length n \+ 2 with n ≥ 0, but has 1"),
+        (less, (0.0, np.ones(1)), "the lengths of y must be zero or more, but one is n - 2 = -1 from x"),
+        (passed, (-1, 0.0, np.ones(3)), "n is the length of an axis, and must be zero or more, but got -1"),
+        (passed, (np.array(-1, "i4"), 0.0, np.ones(3)), "n is the length of an axis, and must be zero or more, but got -1"),
+    ):
+        for call in (fun, mpiad.jit(lambda *args, fun=fun: fun(*args))):
+            with pytest.raises(ValueError, match=f"{fun.__name__}: {text}"):
+                call(*args)
+    assert halo(0.0, np.ones(2)).shape == less(0.0, np.ones(2)).shape == passed(0, 0.0, np.ones(3)).shape == (0,)
+
+
+def test_lengths_are_integers_of_any_kind(functions):
+    fun = functions.function("shift", n=Value("int32"), by=Value(), x=Input(3), y=Output("n"))
+    for length in (2, np.int32(2), np.array(2, "i4")):
+        np.testing.assert_array_equal(fun(length, 1.0, np.arange(3.0)), [1.0, 2.0])
+    for wrong in (2.0, np.float32(2), np.array(2.0), np.array([2], "i4"), "2", None):
+        with pytest.raises(TypeError, match="n must be a number of int32 from"):
+            fun(wrong, 1.0, np.arange(3.0))
+
+
+def test_a_length_that_the_function_changes_is_passed(functions):
+    count = functions.function("count", n=InOut(dtype="int32"), x=Input("n", dtype="int32"))
+    given, x = np.array(3, "i4"), np.array([4, 0, 5], "i4")
+    for length in (3, given):
+        assert count(length, x) == 2
+    assert given == 3
+    with pytest.raises(ValueError, match="axis 0 of x must have length n = 2, but has 3"):
+        count(2, x)
 
 
 def test_mistakes_in_descriptions(functions, scaled):
