@@ -9,12 +9,13 @@ import numpy as np
 from mpiad._typing import Array, Comm, Op, Rank, Request, Tree
 from mpiad.parallel.parameters import described, require_same_leaves, variables_of
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
-from mpiad.primitives.checks import root_of
+from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import is_variable, join, named_leaves, places_by_kind, split
 from mpiad.transport import SUM, channel
 from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.buffers import require_sendable
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -62,6 +63,8 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
             f"{path} has {described(spec_like(x)) if hasattr(x, 'dtype') or is_variable(x) else type(x).__name__}"
             for path, x in named_leaves(tree, "tree")
         ]
+        for k in trained:
+            require_sendable(leaves[k], "parallel.synchronize")
     require_same_leaves(used, own, "parallel.synchronize", root)
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
@@ -104,7 +107,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
     True [1. 1.]
     """
-    return _overwritten(x, "parallel.allreduce_", comm, lambda array: mpi_allreduce(array, op, comm=comm))
+    return _overwritten(x, "parallel.allreduce_", comm, lambda array: mpi_allreduce(array, op, comm=comm), op=op)
 
 
 def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -119,7 +122,7 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     True
     """
     is_root = channel(comm, "parallel.reduce_").rank == root
-    return _overwritten(x, "parallel.reduce_", comm, lambda array: mpi_reduce(array, op, root, comm=comm), is_root)
+    return _overwritten(x, "parallel.reduce_", comm, lambda array: mpi_reduce(array, op, root, comm=comm), is_root, op)
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -183,14 +186,16 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     >>> print(x / size)
     [1. 1.]
     """
-    arrays = _writable(x, "parallel.iallreduce_", comm)
+    arrays = _writable(x, "parallel.iallreduce_", comm, SUM)
     with restoring_state(), suspended():
         return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
 
 
-def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array], here: bool = True) -> Tree:
+def _overwritten(
+    x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array], here: bool = True, op: Op | None = None
+) -> Tree:
     """Return x, with its arrays overwritten by the results of `compute` if this rank gets them (`here`); collective."""
-    arrays = _writable(x, call, comm)
+    arrays = _writable(x, call, comm, op)
     with restoring_state(), suspended():
         # All results are computed before any of them is written, since an array may occur twice in the pytree.
         results = list(map(compute, arrays))
@@ -199,11 +204,15 @@ def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Arra
     return x
 
 
-def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
+def _writable(x: Tree, call: str, comm: Comm, op: Op | None) -> list[np.ndarray]:
+    """Return the arrays of a pytree; raise on all ranks before any message if they can't be reduced or overwritten."""
     leaves = named_leaves(x, "x")
     with raising_together(channel(comm, call)):
         for name, leaf in leaves:
             if not is_device_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
                 kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
                 raise TypeError(f"{call}: {name} must be a writable array, but got {kind}.")
+            require_sendable(leaf, call)
+            if op is not None:
+                reduction_of(op, leaf, call)
     return [leaf for _, leaf in leaves]

@@ -82,6 +82,20 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(fun):
         fun({"n": 3})
 
 
+@pytest.mark.parametrize("fun", [allreduce_, reduce_, bcast_, iallreduce_, synchronize])
+@pytest.mark.parametrize("dtype", ["f2", ">f8"])
+def test_a_refused_dtype_raises_on_all_ranks_before_any_message(fun, dtype):
+    x = [np.ones(2), np.ones(2, dtype if fun is synchronize or COMM.rank == ROOT else "f8")]
+    for call in (fun, lambda x: mpiad.grad(lambda y: anp.sum(y) if fun(x) else y)(np.ones(2))):
+        with pytest.raises(TypeError, match=rf"parallel.{fun.__name__}: x must be an array .* dtype"):
+            call(x)
+        assert mpiad.mpi_allreduce(1.0) == COMM.size
+    np.testing.assert_array_equal(x, np.ones((2, 2)))
+    if fun in (allreduce_, reduce_, iallreduce_):
+        with pytest.raises(TypeError, match=rf"parallel.{fun.__name__}: op must be MPI.LAND, .*bool.* got MPI.SUM"):
+            fun([np.ones(2), np.ones(2, bool)])
+
+
 def test_running_means_are_written_inside_a_loss_without_being_differentiated():
     mean, root = np.zeros(2), COMM.size - 1
 
