@@ -495,10 +495,16 @@ class DistributedOptimizer:
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._counters), call)
         gradients = state.get("gradient")
-        if gradients is not None and [spec_like(g) for g in gradients] != specs:
-            got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
-            text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
-            raise ValueError(f"{call}: the accumulated gradients {text}")
+        if gradients is not None:
+            # NumPy's sums are in the machine's byte order.
+            sums, given = (
+                [spec._replace(dtype=spec.dtype.newbyteorder("=")) for spec in specs],
+                list(map(spec_like, gradients)),
+            )
+            if given != sums:
+                got, expected = (", ".join(map(described, found)) for found in (given, sums))
+                text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
+                raise ValueError(f"{call}: the accumulated gradients {text}")
         update = prepared(self.optimizer, state["optimizer"], params)
         return _Step(channel, call, state, params, variables, specs, update, samples)
 

@@ -127,6 +127,19 @@ def test_gradients_may_be_written_into_the_same_array_again():
     np.testing.assert_array_equal(p, [-5.5, -11.0])
 
 
+@pytest.mark.parametrize("shape", [(2,), ()])
+def test_accumulated_steps_of_parameters_in_another_byte_order(shape):
+    found, optimizer = [], DistributedOptimizer(SGD(0.1), accumulate=2)
+    for dtype in ("<f8", ">f8"):
+        p = np.ones(shape, dtype)
+        state = optimizer.setup(p)
+        for _ in range(4):
+            state, p, _ = optimizer.step(state, p, lambda p, x: anp.mean((p - x) ** 2), np.zeros((3, *shape)))
+        found.append(p)
+    np.testing.assert_array_equal(*found)
+    assert not shape or p.dtype == ">f8"
+
+
 def test_accumulated_steps_keep_no_memory_of_an_operator_s():
     work = np.empty(2)
 
