@@ -26,6 +26,7 @@ from mpiad.differentiation import Linearization, linearize
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.checks import positive_count
+from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping import scan
 from mpiad.transport import channel
@@ -34,7 +35,9 @@ from mpiad.transport.core.agreement import agreed, raising_together, require_sam
 _CALL = "inverse.ShiftInvariantMap"
 _PANEL_BYTES = 1 << 27  # of the rows of some sensors: their adjoint runs are made together
 _INTERVALS = 8  # of the loop whose adjoint is repeated: what a call takes is shared by them
-_DEVIATION = 1e-8  # of the two random runs from the map, relative to the largest observation
+# The deviation of the two random runs from the map, relative to the largest observation without the offset; and their
+# rounding errors, relative to the largest observation, in the precision of state and sources.
+_DEVIATION, _ROUNDING = 1e-8, 1e4
 
 
 class ShiftInvariantMap:
@@ -103,10 +106,12 @@ class ShiftInvariantMap:
         self._channel = used = channel(comm, _CALL)
         with raising_together(used):
             self.n, self.interval = positive_count(n, f"{_CALL}: n"), positive_count(interval, f"{_CALL}: interval")
-            for name, leaf in (*named_leaves(u0, "u0"), ("source", source)):
+            leaves = *named_leaves(u0, "u0"), ("source", source)
+            for name, leaf in leaves:
                 if not is_variable(leaf) or np.iscomplexobj(leaf):
                     raise TypeError(f"{_CALL}: {name} must be an array of real floats, but got {leaf!r:.60}.")
-        require_same(used, f"n={n}, interval={interval}", _CALL)
+        epsilon = max(float(np.finfo(spec_like(leaf).dtype).eps) for _, leaf in leaves)
+        require_same(used, f"n={n}, interval={interval}, precision={epsilon:.1e}", _CALL)
 
         def advance(u: Tree, k: int, m: LocalArray) -> Tree:
             """Return the state after interval k."""
@@ -123,7 +128,7 @@ class ShiftInvariantMap:
         adjoint = linearize(lambda u, m: scan(advance, u, count, inputs=m), (0, 1))(u0, np.stack([source] * count))
         for part in self._panels():
             self._spectrum[:, part] = rfft(self._sensitivities(adjoint, observation, part), self._length, axis=0)
-        self._require_linear(advance, observe, u0, np.asarray(source))
+        self._require_linear(advance, observe, u0, np.asarray(source), max(_DEVIATION * 1e-3, _ROUNDING * epsilon))
 
     def __call__(self, m: LocalArray) -> ReplicatedArray:
         """Return F m; collective, and differentiable.
@@ -171,16 +176,16 @@ class ShiftInvariantMap:
             rows += [np.reshape(of_source, (len(seeds), -1)) for of_source in np.moveaxis(of_sources, 1, 0)[::-1]]
         return np.stack(rows[: self.n])
 
-    def _require_linear(self, advance: Function, observe: Function, u0: Tree, source: LocalArray) -> None:
+    def _require_linear(self, advance: Function, observe: Function, u0: Tree, source: LocalArray, rounding: float) -> None:
         self.offset = self.offset - self(np.broadcast_to(source, self.shape))
         random = np.random.default_rng([self._channel.rank, self.n])
         for scale in (1.0, -3.0):
-            m = scale * random.standard_normal(self.shape)
+            m = (scale * random.standard_normal(self.shape)).astype(source.dtype)
             seen, expected = self._observations(advance, observe, u0, m), self(m)
             error = np.abs(seen - self.offset - expected)
             i = int(np.argmax(error.max(axis=1)))
             largest = float(np.abs(expected).max())
-            if not error.max() <= _DEVIATION * max(largest, float(np.abs(seen).max()) * 1e-3):
+            if not error.max() <= max(_DEVIATION * largest, rounding * float(np.abs(seen).max())):
                 text = (
                     f"{_CALL}: with random sources, the observation after interval {i} deviates from F m + d₀ by "
                     f"{error.max():.1e}, compared with {largest:.1e}: step must be linear in (u, m) up to a constant, "

@@ -90,6 +90,33 @@ def test_terms_that_do_not_depend_on_state_and_source():
     np.testing.assert_allclose(F.offset[:, 0], [3.5, 4.25, 5.625])
 
 
+@pytest.mark.parametrize(("state", "source"), [("f4", "f4"), ("f8", "f4"), ("f4", "f8")])
+@pytest.mark.parametrize("size_of_start", [0.0, 100.0])
+def test_single_precision(state, source, size_of_start, rank, size):
+    """Against a dense matrix in double precision; each rank has a source, and a copy of the whole state."""
+    n, rng = 60, np.random.default_rng(8)
+    a = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype("f4")
+    b, start = rng.standard_normal((3, size)).astype("f4"), (size_of_start * rng.standard_normal(3)).astype(state)
+
+    def step(u, k, m):
+        assert mpiad.stop_gradient(m).dtype == source
+        return (anp.dot(a.astype(state), u) + mpiad.mpi_allreduce(b[:, rank] * m)).astype(state)
+
+    make = lambda step: ShiftInvariantMap(step, lambda u: mpiad.mpi_bcast(u[:2]), start, np.zeros(1, source), n)  # noqa: E731
+    F = make(step)
+    powers = [np.linalg.matrix_power(a.astype(float), k) @ b for k in range(n)]
+    zero = np.zeros((2, size))
+    dense = np.block([[powers[i - j][:2] if i >= j else zero for j in range(n)] for i in range(n)])
+    m = rng.standard_normal((n, size)).astype(source)
+    expected = (dense @ m.ravel()).reshape(n, 2)
+    np.testing.assert_allclose(F(m[:, rank : rank + 1]), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    d = rng.standard_normal((n, 2))
+    expected = (dense.T @ d.ravel()).reshape(n, size)
+    np.testing.assert_allclose(F.T(d)[:, 0], expected[:, rank], rtol=0, atol=2e-5 * np.abs(expected).max())
+    with pytest.raises(ValueError, match=r"deviates from F m \+ d₀ by .* must be linear"):
+        make(lambda u, k, m: step(u, k, m + np.float32(0.2) * anp.abs(m)))
+
+
 def test_invalid_arguments(rank, size):
     step, observe, zero = (lambda u, k, m: u + m), (lambda u: mpiad.mpi_bcast(u)), np.zeros(1)
     for n, interval in ((0, 1), (2.0, 1), (True, 1), (2, 0)):
