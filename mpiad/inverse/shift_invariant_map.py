@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import wraps
 
 import numpy as np
 from numpy.fft import irfft, rfft
@@ -27,6 +28,7 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
+from mpiad.programs import Jitted
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping import scan
 from mpiad.transport import channel
@@ -113,12 +115,7 @@ class ShiftInvariantMap:
         epsilon = max(float(np.finfo(spec_like(leaf).dtype).eps) for _, leaf in leaves)
         require_same(used, f"n={n}, interval={interval}, precision={epsilon:.1e}", _CALL)
 
-        def advance(u: Tree, k: int, m: LocalArray) -> Tree:
-            """Return the state after interval k."""
-            for j in range(self.interval):
-                u = step(u, k * self.interval + j, m)
-            return u
-
+        advance = _interval_of(step, self.interval)
         self.comm, self.shape = comm, (self.n, *np.shape(source))
         self.offset = self._observations(advance, observe, u0, np.broadcast_to(source, self.shape))
         self.n_sensors = self.offset.shape[1]
@@ -159,7 +156,7 @@ class ShiftInvariantMap:
         return x
 
     def _observations(self, advance: Function, observe: Function, u: Tree, m: LocalArray) -> np.ndarray:
-        rows = scan(advance, u, self.n, inputs=m, observe=lambda u, k: observe(u))[1]
+        rows = scan(advance, u, self.n, inputs=m, observe=wraps(observe, updated=())(lambda u, k: observe(u)))[1]
         with raising_together(self._channel):
             if np.ndim(rows) != 2 or not np.size(rows):
                 raise ValueError(f"{_CALL}: observe must return a vector of the sensors' values, but got {rows[0]!r:.60}.")
@@ -207,6 +204,21 @@ class ShiftInvariantMap:
     def _rows(self, part: slice) -> np.ndarray:
         """Return the rows of F_0, F_1, ... for some sensors, of shape (n, sensors, size of a source)."""
         return irfft(self._spectrum[:, part], self._length, axis=0)[: self.n]
+
+
+def _interval_of(step: Function, interval: int) -> Function:
+    """Return the function that makes the steps of interval k, compiled if the step is; warnings name the step."""
+    if interval == 1:
+        return step
+    one = step.fun if isinstance(step, Jitted) else step
+
+    @wraps(one, updated=())
+    def advance(u: Tree, k: int, m: LocalArray) -> Tree:
+        for j in range(interval):
+            u = one(u, k * interval + j, m)
+        return u
+
+    return step.derived((_CALL, interval), lambda: advance, calls=interval) if isinstance(step, Jitted) else advance
 
 
 def _frequencies(x: np.ndarray, length: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Hashable
+from inspect import unwrap
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
         known = {name: with_values_of_variables(value) for name, value in contents.items() if value is not MISSING}
         copy = fun if isinstance(fun, MethodType) else with_numbers(plain, {**known, **dict.fromkeys(traced)})
         try:
-            is_compiled = _is_compiled(copy, plain.__code__, calls_jitted)
+            is_compiled = _is_compiled(copy, plain, calls_jitted)
         except HoldsTraced:
             return None
         if is_compiled:
@@ -125,17 +126,20 @@ def is_local(fun: Function) -> bool:
     return not may_communicate(fun, Jitted)
 
 
-def _is_compiled(fun: Function, code: CodeType, calls_jitted: bool) -> bool:
+def _is_compiled(fun: Function, plain: FunctionType, calls_jitted: bool) -> bool:
     reads, effect = survey(fun, Jitted)
     if calls_jitted and not reads:
         return False
+    wrapped = unwrap(plain)  # the user's function, in functions of the library
+    user_function = wrapped if isinstance(wrapped, FunctionType) else plain
+    code = user_function.__code__
     _counts[code] += 1
     if not effect and _counts[code] > _MOST_OF_ONE_CODE:
         effect = "reads other objects of enclosing functions in each loop"
     if effect and code not in _warned:
         _warned.add(code)
         text = "timestepping.scan: %s at %s isn't compiled, and Python calls it for each step, since it %s."
-        _log.log(level_of_repeats(), text, fun.__name__, place_of(fun), effect)
+        _log.log(level_of_repeats(), text, fun.__name__, place_of(user_function), effect)
     return not effect
 
 
@@ -147,7 +151,7 @@ def _identity(value: Any, depth: int = 3) -> Hashable:
     """Return a key that is the same for the same object, for equal numbers and texts, and for alike local functions."""
     if type(value) in (type(None), bool, int, float, complex, str, bytes):
         return type(value), value
-    if type(value) is FunctionType and value.__closure__ and depth:
-        parts = [*map(content_of, value.__closure__), *_defaults(value)]
+    if type(value) is FunctionType and depth:
+        parts = [*map(content_of, value.__closure__ or ()), *_defaults(value)]
         return value.__code__, id(value.__globals__), *[_identity(part, depth - 1) for part in parts]
     return id(value)

@@ -117,6 +117,25 @@ def test_single_precision(state, source, size_of_start, rank, size):
         make(lambda u, k, m: step(u, k, m + np.float32(0.2) * anp.abs(m)))
 
 
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_many_maps_in_one_process(interval, is_jitted, rank, caplog):
+    """Each has functions of its own: jitted steps are compiled in all maps, and messages name the user's functions."""
+    with caplog.at_level("INFO", "mpiad"):
+        for factor in np.arange(10.0) / 10:
+            jitted = mpiad.jit(lambda u, k, m, factor=factor: factor * u + m)
+            used = jitted if is_jitted else lambda u, k, m, jitted=jitted: jitted(u, k, m)
+            F = ShiftInvariantMap(used, lambda u: mpiad.mpi_bcast(u), np.ones(1), np.zeros(1), 20, interval=interval)
+            impulse = np.zeros((20, 1))
+            impulse[0] = rank == 0
+            total = sum(factor**k for k in range(interval))
+            np.testing.assert_allclose(F(impulse)[:, 0], total * factor ** (interval * np.arange(20.0)), atol=1e-12)
+    texts = [record.getMessage() for record in caplog.records if "isn't compiled" in record.getMessage()]
+    assert not is_jitted or not texts
+    for text in texts:
+        assert "shift_invariant_map.py" not in text.replace("test_shift_invariant_map.py", "")
+
+
 def test_invalid_arguments(rank, size):
     step, observe, zero = (lambda u, k, m: u + m), (lambda u: mpiad.mpi_bcast(u)), np.zeros(1)
     for n, interval in ((0, 1), (2.0, 1), (True, 1), (2, 0)):
