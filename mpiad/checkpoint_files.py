@@ -139,6 +139,10 @@ def remedy(error: OSError, path: Path) -> str:
         return "Free space on the disk."
     if error.errno == errno.EFBIG:
         return "Raise the limit on the size of files (ulimit -f)."
+    if not path.parent.is_dir():
+        return f"There is no folder {path.parent}: create it, or pass a file in another folder."
+    if path.is_dir():
+        return "Pass the name of a file: this is a folder."
     return f"Make the folder {path.parent} writable for this user, or pass a file in another folder."
 
 

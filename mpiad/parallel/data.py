@@ -125,8 +125,8 @@ class DistributedDataContainer:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the order of another epoch; all ranks call this with the same epoch."""
-        self.epoch = epoch
+        """Select the order of another epoch, an integer from 0; all ranks call this with the same epoch."""
+        self.epoch = epoch = positive_count(epoch, "DistributedDataContainer.set_epoch: epoch", 0)
         self._order = np.arange(self._count)
         self._order_parameters = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:

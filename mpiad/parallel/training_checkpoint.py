@@ -80,8 +80,9 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
             try:
                 write(file, description, arrays.items())
             except OSError as found:
-                text = f"{call}: {path!s} can't be written ({found.strerror}); an older file is unchanged."
-                raise OSError(found.errno, f"{text} {remedy(found, file)}") from found
+                text = f"{call}: {path!s} can't be written ({found.strerror or found}); an older file is unchanged."
+                # Without a number, which would make it an error of a subclass on the root only.
+                raise OSError(f"{text} {remedy(found, file)}") from found
 
 
 def load_checkpoint(

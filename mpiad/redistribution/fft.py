@@ -342,9 +342,10 @@ class _Problem:
             allowed = "float32 or float64" if real else "float32, float64, complex64 or complex128"
             raise TypeError(f"DistributedFFT: dtype must be {allowed} for real={real}, but got {kind}.")
         factors = [1.0 if padding is None else padding] * len(chosen) if np.ndim(padding) == 0 else list(padding)
-        if len(factors) != len(chosen) or min(factors) < 1:
+        is_real = np.asarray(factors).dtype.kind in "fiu"
+        if len(factors) != len(chosen) or not (is_real and all(1 <= factor < math.inf for factor in factors)):
             raise ValueError(
-                "DistributedFFT: padding must be a number of at least 1, or one such number for each of the "
+                "DistributedFFT: padding must be a finite number of at least 1, or one such number for each of the "
                 f"{len(chosen)} transformed axes, but got {padding!r}."
             )
         physical = list(lengths)

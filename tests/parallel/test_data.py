@@ -34,6 +34,15 @@ def test_every_sample_is_seen_once_per_epoch(count, shuffle):
         assert (orders[0] == orders[1]) is (not shuffle)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_are_integers_from_zero(shuffle):
+    data = DistributedDataContainer(np.arange(4.0), 2, shuffle=shuffle, rng=1)
+    for epoch in (-1, 2.0, "1", None):
+        with pytest.raises(ValueError, match=rf"set_epoch: epoch must be an integer, zero or more, but got {epoch!r}"):
+            data.set_epoch(epoch)
+    assert data.epoch == 0
+
+
 @pytest.mark.parametrize("count, batch", [(3, 8), (10, 4), (33, 5)])
 def test_batches_hold_the_same_samples_on_any_number_of_ranks(count, batch):
     data = DistributedDataContainer({"x": np.arange(count), "y": [np.arange(count) ** 2]}, batch, shuffle=True, rng=2)

@@ -173,6 +173,18 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(path, monkeypatch):
     assert load_checkpoint(path, root=ROOT).tree == {"epoch": 1}
 
 
+def test_the_error_about_a_wrong_folder_is_the_same_on_all_ranks(path):
+    save_checkpoint(path, {"epoch": 1}, root=ROOT)
+    for wrong, text in (
+        (path.parent / "missing" / "run.npz", "There is no folder .*missing: create it"),
+        (path / "run.npz", "There is no folder .*run.npz: create it"),
+        (path.parent, "Pass the name of a file: this is a folder"),
+    ):
+        with pytest.raises(OSError, match=f"parallel.save_checkpoint: {wrong} can't be written .*{text}") as caught:
+            save_checkpoint(wrong, {"epoch": 2}, root=ROOT)
+        assert caught.type is OSError
+
+
 def test_the_checkpoint_of_another_model_is_refused_on_all_ranks(path):
     params = {"w": np.ones((3, 2)), "b": np.zeros(2)}
     state = Adam().setup(params)

@@ -447,6 +447,9 @@ WRONG = [
     ({"shape": (9, 8), "dtype": complex}, TypeError, "float32 or float64"),
     ({"shape": (9, 8), "padding": 0.9}, ValueError, "at least 1"),
     ({"shape": (9, 8), "padding": (1, 1, 1)}, ValueError, "each of the 2"),
+    ({"shape": (9, 8), "padding": float("nan")}, ValueError, "padding must be a finite number of at least 1, .*nan"),
+    ({"shape": (9, 8), "padding": (1.5, float("inf"))}, ValueError, "padding must be a finite number of at least 1, .*inf"),
+    ({"shape": (9, 8), "padding": "3/2"}, ValueError, "padding must be a finite number of at least 1, .*'3/2'"),
 ]
 
 
