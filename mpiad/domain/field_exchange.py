@@ -8,7 +8,6 @@ from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
-from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, LocalArray
 from mpiad.device.assembly import concatenate
@@ -21,7 +20,6 @@ from mpiad.primitives.checks import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Cell, Request, claim, started
 from mpiad.transport import Channel, Spec
-from mpiad.transport.core.buffers import require_sendable
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
@@ -189,8 +187,6 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
     u, sides, finish = _prepared(domain, u, boundary, corners, _BEGIN)
     if u is None:
         raise ValueError(f"{_BEGIN}: expected one or several fields, but got an empty sequence.")
-    if domain._channel.size > 1:  # one rank sends nothing
-        require_sendable(getval(u), _BEGIN)
     group = point_to_point(domain.comm, _BEGIN)
     exchange = Exchange(domain._halo, sides, AT_ONCE if corners else FACES_ONLY, _next_number(group))
     begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from autograd.tracer import getval
-
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
 from mpiad.primitives.checks import point_to_point, reduction_of
@@ -11,7 +9,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import SUM, channel
-from mpiad.transport.core.buffers import outgoing, private_copy, require_sendable
+from mpiad.transport.core.buffers import outgoing, private_copy
 from mpiad.transport.core.collectives import start_allreduce
 
 
@@ -54,7 +52,6 @@ def mpi_iallreduce(x: LocalArray, *, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    require_sendable(getval(x), "mpi_iallreduce")
     # Registered like a point-to-point call: an exception may leave it unfinished, and traces of plain autograd are refused.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))

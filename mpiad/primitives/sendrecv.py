@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from autograd.tracer import getval
-
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.primitives.checks import partner_of, point_to_point
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.buffers import require_sendable
 from mpiad.transport.core.tracing import once
 
 
@@ -59,17 +56,14 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm:
     # In the first call only: a program that mistakes this function for MPI's Sendrecv does so in every call.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    receiver, sender = pair
-    is_partner = used.rank in pair and None not in pair and receiver != sender
-    if is_partner:
-        require_sendable(getval(x), "mpi_sendrecv")
     # Called on all ranks, not only on the pair, so that under plain autograd all ranks raise, and no rank waits.
     point_to_point(comm, "mpi_sendrecv")
-    if not is_partner:
+    receiver, sender = pair
+    if receiver == sender or receiver is None or sender is None:
         return x
     if used.rank == sender:
-        return mpi_send(x, dest, tag=tag, comm=comm)
-    return mpi_recv(x, source, tag=tag, comm=comm)
+        return mpi_send(x, receiver, tag=tag, comm=comm)
+    return mpi_recv(x, sender, tag=tag, comm=comm) if used.rank == receiver else x
 
 
 def _compare_pairs(channel: Channel, pair: list) -> None:
