@@ -19,6 +19,7 @@ from __future__ import annotations
 import builtins
 import dis
 import re
+import sys
 from abc import ABCMeta
 from collections import deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,7 +62,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, slice
 _VALUES = (*_PLAIN, *_CONTAINERS, np.ndarray)  # read as a whole
 _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescriptorType)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, *_FUNCTIONS_IN_C)
-_STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, SimpleNamespace, *_VALUES)}
+_STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, ModuleType, SimpleNamespace, *_VALUES)}
 MISSING, _UNFOLLOWED = object(), object()
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
@@ -275,9 +276,12 @@ class FunctionReader:
 
     def _builtin(self, value: BuiltinFunctionType) -> None:
         owner = value.__self__
-        if not isinstance(owner, ModuleType) or not self.is_constant(owner) or value.__name__ in _HIDDEN_READS:
+        if value is sys.exit:  # on several ranks it is a function of mpiad's
+            self.constant(value)
+        elif not isinstance(owner, ModuleType) or not self.is_constant(owner) or value.__name__ in _HIDDEN_READS:
             raise Unknown(f"{value.__name__}, an unknown function")
-        self.constant(value)
+        else:
+            self.constant(value)
 
     # ---- attributes
 
@@ -300,9 +304,7 @@ class FunctionReader:
             if name in (("name", "value") if isinstance(value, Enum) else value.__members__):
                 return getattr(value, name)
             raise Unknown
-        if kind is ModuleType:
-            own, bases = value.__dict__, ()
-        elif kind in _METACLASSES:
+        if kind in _METACLASSES:
             own, bases = {}, value.__mro__
         elif kind.__getattribute__ in _STANDARD_LOOKUPS:
             self.kind(value)

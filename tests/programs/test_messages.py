@@ -1,6 +1,7 @@
 """A compiled rank makes the communications of an interpreted one, so that they fit together."""
 
 import logging
+import sys
 
 import autograd.numpy as anp
 import numpy as np
@@ -52,6 +53,23 @@ def collectives(x):
     ]
     mpiad.mpi_barrier()
     return parts
+
+
+def reads_the_interpreter(x):
+    """On several ranks, mpiad's exception hooks change the class of the module `sys`."""
+    if len(x) > 100:
+        sys.exit(f"{x.shape} with {sys.argv}")
+    return mpiad.mpi_allreduce(x * len(sys.argv) * (2.0 if sys.byteorder == "little" else 3.0)) + sys.maxsize
+
+
+@each_place
+def test_attributes_of_sys(compiled, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    jitted = mpiad.jit(reads_the_interpreter, strict=True) if compiled(mpiad.mpi_rank()) else reads_the_interpreter
+    for _ in range(3):
+        expected = mpiad.mpi_size() * X * len(sys.argv) * (2.0 if sys.byteorder == "little" else 3.0) + sys.maxsize
+        np.testing.assert_allclose(jitted(X), expected, rtol=1e-15)
+        sys.argv.append("option")
 
 
 def of_neighbors(x):
