@@ -63,7 +63,7 @@ _VALUES = (*_PLAIN, *_CONTAINERS, np.ndarray)  # read as a whole
 _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescriptorType)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, *_FUNCTIONS_IN_C)
 _STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, ModuleType, SimpleNamespace, *_VALUES)}
-MISSING, _UNFOLLOWED = object(), object()
+_UNFOLLOWED = object()
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__ __repr__
@@ -74,6 +74,10 @@ _OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defa
 _METACLASSES, EnumType = (type, ABCMeta), type(Enum)
 _OF_ENUMS = _OF_CLASSES | vars(IntEnum("_", ())).keys()
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
+
+
+class MISSING:
+    """The value recorded for a variable or attribute that doesn't exist, such as one read in a branch that isn't taken."""
 
 
 class Unknown(Exception):
@@ -215,16 +219,17 @@ class FunctionReader:
             self.reading = f"{'.'.join((name, *attributes))} in {value.__qualname__}"
             if not is_global:
                 found = content_of(cells[name])
-                if found is MISSING:
-                    raise Unknown
                 self.variable(cells[name], found)
                 self._chain(found, attributes)
                 continue
             self.name(value.__globals__, name)
             if name in value.__globals__:
                 self._chain(value.__globals__[name], attributes)
-            elif name in _HIDDEN_READS or not hasattr(builtins, name):
+            elif name in _HIDDEN_READS:
                 raise Unknown(name)
+            elif not hasattr(builtins, name):
+                self.name(vars(builtins), name)
+                self._chain(MISSING, attributes)
 
     def _method(self, value: MethodType) -> None:
         if self.is_constant(value.__self__):
@@ -288,14 +293,14 @@ class FunctionReader:
     def _chain(self, value: Any, attributes: Iterable[str]) -> None:
         """Follow a chain of attributes as far as possible; record the names, and all parts of the last object."""
         for name in attributes:
-            found = self.attribute(value, name)
+            found = _UNFOLLOWED if value is MISSING else self.attribute(value, name)
             if found is _UNFOLLOWED:
                 break
             value = found
-        self.read(value)
+        self.constant(value) if value is MISSING else self.read(value)
 
     def attribute(self, value: Any, name: str) -> Any:
-        """Return a stored attribute, and record its name; `_UNFOLLOWED` if `value` must be recorded with all its parts."""
+        """Return a stored attribute or MISSING, and record its name; `_UNFOLLOWED`: `value` is recorded with all parts."""
         kind, is_module = type(value), isinstance(value, ModuleType)
         if self.is_constant(value):
             _require_repeatable(name)
@@ -317,21 +322,24 @@ class FunctionReader:
         """Return an attribute that is stored in `own` or in one of the classes `bases`; see `attribute`."""
         common = next((base.__dict__[name] for base in bases if name in base.__dict__), MISSING)
         method = self._wrapped(common) or common
+        is_missing = common is MISSING and name not in own
         if isinstance(common, staticmethod):
             common = common.__func__
         elif isinstance(common, classmethod):
             common = MethodType(common.__func__, value if isinstance(value, type) else type(value))
         elif isinstance(method, FunctionType) and not isinstance(value, type):
             common = MethodType(method, value)
-        elif hasattr(type(common), "__get__") or (common is MISSING and name not in own):
+        elif hasattr(type(common), "__get__") or is_missing and _is_computed(type(value), name, own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
-                return _UNFOLLOWED  # an attribute of the built-in base class
+                return _UNFOLLOWED  # an attribute of the built-in base class, or an item of a dictionary
             raise Unknown
         # The namespace in which the attribute is found, and the namespaces searched before it.
         for names in (own, *(base.__dict__ for base in bases)):
             self.name(names, name)
             if name in names:
                 break
+            if is_missing:
+                self.name(names, "__getattr__")
         return own.get(name, common)
 
     # ---- constant libraries
@@ -376,6 +384,11 @@ def computes_as_ndarray(kind: type) -> bool:
     """Return whether arrays of a class are computed with and indexed as plain arrays, unlike `np.matrix`."""
     names = "__array_ufunc__", "__array_function__", "__add__", "__mul__", "__pow__", "__getitem__"
     return issubclass(kind, np.memmap) or all(getattr(kind, name) is getattr(np.ndarray, name) for name in names)
+
+
+def _is_computed(kind: type, name: str, own: Mapping[str, Any]) -> bool:
+    """Return whether an attribute that isn't stored may exist: by `__getattr__`, in the class of a class, by `super()`."""
+    return name.startswith("__") or "__getattr__" in own or hasattr(kind, "__getattr__") or hasattr(kind, name)
 
 
 def _require_repeatable(name: str) -> None:
@@ -708,7 +721,10 @@ class _WatchReader(FunctionReader):
         self._names |= attributes_of_results(value.__code__)
 
     def variable(self, cell: CellType, value: object) -> None:
-        self.watch.note("{0}.cell_contents is {1}", cell, value)
+        if value is MISSING:
+            self.watch.note("{0}({1}) is gone", content_of, cell)
+        else:
+            self.watch.note("{0}.cell_contents is {1}", cell, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
         self._asks_for_attributes |= name in ("getattr", "hasattr")

@@ -174,6 +174,17 @@ def computed():
     return lambda u, p, t: [holder.a * u[0]], lambda: kept.append(kept.pop() + 3.0)
 
 
+def absent():
+    def f(u, p, t):
+        try:
+            return [holder.a * NOWHERE * u[0]]
+        except (AttributeError, NameError):
+            return [u[0]]
+
+    holder = types.SimpleNamespace()
+    return f, lambda: (setattr(holder, "a", object()), globals().update(NOWHERE=2.0), setattr(holder, "a", 5.0))
+
+
 class Settings:
     a = 2.0
 
@@ -218,6 +229,7 @@ CASES = {
     "method's comprehension": in_comprehension_of_method, "static method": in_static_method,
     "self assigned": in_self_assigned_inside, "handed on": handed_on, "renamed": renamed, "computed": computed,
     "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
+    "absent": absent,
 }  # fmt: skip
 UNKNOWN = ("property", "self assigned", "handed on", "renamed", "computed")
 by_attribute.a = 2.0
@@ -248,6 +260,17 @@ def test_what_is_given_with_it_is_seen():
     assert len(set(fingerprints)) == len(kinds)
 
 
+def test_an_absent_attribute_differs_from_every_value():
+    """In texts, which ranks compare, too."""
+
+    def reading(holder):
+        return lambda u, p, t: holder.a
+
+    funs = [reading(types.SimpleNamespace(**state)) for state in ({}, {"a": None}, {"a": object()}, {"a": "MISSING"})]
+    for reads in (fingerprint_of, text_of):
+        assert len({reads(fun) for fun in funs}) == len(funs)
+
+
 def test_functions_of_the_same_text_and_values_read_the_same():
     def made(a):
         table, again = np.arange(3.0), lambda n: n and again(n - 1)
@@ -267,7 +290,6 @@ def test_functions_of_the_same_text_and_values_read_the_same():
         lambda u, p, t: np.random.default_rng(0).normal.__self__ and HOLDER,
         lambda u, p, t: eval("FACTOR"),
         lambda u, p, t: __import__("math"),
-        lambda u, p, t: NOWHERE,  # noqa: F821
         np.random.default_rng(0).normal,
         [1.0].append,
     ],

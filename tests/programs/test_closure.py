@@ -167,6 +167,81 @@ def test_attributes_of_objects(monkeypatch):
     follow(lambda x: model.value(x), change)
 
 
+class Divided:
+    divided = False
+
+    def value(self, x):
+        if self.divided:
+            return x * self.counts[0]
+        try:
+            factor = self.factor
+        except AttributeError:
+            factor = 1.0
+        return absent_function(x) if SHIFTED else x * factor  # noqa: F821
+
+
+SHIFTED = False
+
+
+def test_names_and_attributes_that_appear_later(monkeypatch):
+    """Those of branches that aren't taken may be absent; the interpreted function is the reference after each change."""
+    model = Divided()
+    for fun in (lambda x: model.value(x), model.value):
+        change = [
+            lambda: setattr(model, "factor", 3.0),
+            lambda: delattr(model, "factor"),
+            lambda: monkeypatch.setattr(Divided, "factor", 2.0, raising=False),
+            lambda: [monkeypatch.setitem(globals(), *item) for item in {"SHIFTED": True, "absent_function": inner}.items()],
+            lambda: model.__dict__.update(divided=True, counts=[5.0, 1.0]),
+        ]
+        follow(fun, change)
+        monkeypatch.undo()
+        vars(model).clear()
+
+    def make():
+        def fun(x):
+            return library.exp(x) if SHIFTED else x
+
+        def change():
+            nonlocal library
+            library = anp
+            monkeypatch.setitem(globals(), "SHIFTED", True)
+
+        return fun, change
+        library = None  # a variable of this function, which isn't assigned at first
+
+    fun, change = make()
+    follow(fun, [change])
+
+
+def test_absent_names_that_are_read_raise_pythons_errors(monkeypatch):
+    model, named = Divided(), mpiad.jit(lambda x: absent_function(x), strict=True)  # noqa: F821
+    model.divided = True
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="'Divided' object has no attribute 'counts'"):
+            mpiad.jit(model.value, strict=True)(X)
+        with pytest.raises(NameError, match="name 'absent_function' is not defined"):
+            named(X)
+    monkeypatch.setitem(globals(), "absent_function", inner)
+    np.testing.assert_array_equal(named(X), inner(X))
+
+
+def test_attributes_that_may_be_computed_are_not_absent(monkeypatch):
+    """By `__getattr__` of a class or module; in an empty slot; of the class of a class."""
+
+    class Slots:
+        __slots__ = ("mro",)
+
+    computing, module = type("Computing", (), {"__getattr__": lambda self, name: 2.0})(), types.ModuleType("computing")
+    module.__getattr__ = lambda name: 2.0
+    for value in (computing, module, Slots(), Divided):
+        with pytest.raises(Unknown, match="value.mro"):
+            watch_of(lambda x: x * value.mro)  # noqa: B023
+    watch = watch_of(Divided().value)
+    monkeypatch.setattr(Divided, "__getattr__", lambda self, name: 2.0, raising=False)
+    assert not watch.is_the_same()
+
+
 class Damped(Model):
     def __init__(self):
         super().__init__()
