@@ -252,6 +252,7 @@ MATRICES = {
 # Singular values have no tangent, on the host neither.
 REVERSE_ONLY = {
     "svd": lambda x: linalg.svd(x, compute_uv=False),
+    "svd vectors": lambda x: linalg.svd(x, full_matrices=False)[0] ** 2 * linalg.svd(x, full_matrices=False)[2][0] ** 2,
 }
 TRANSFORMS = {
     "fft": lambda x: np.abs(fft.fft(x)) ** 2,

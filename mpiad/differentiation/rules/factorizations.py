@@ -18,6 +18,7 @@ from functools import partial
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
 from autograd.numpy import linalg
 
 from mpiad._typing import Array
@@ -25,7 +26,6 @@ from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import kept_shape
 from mpiad.differentiation.rules.moments import nonzero_divisor, slope_jvp, slope_vjp
 from mpiad.differentiation.rules.protocol import (
-    DEVICE_VJPS,
     Argnums,
     Primitive,
     Vjp,
@@ -35,6 +35,7 @@ from mpiad.differentiation.rules.protocol import (
     lower_triangle,
     refusal,
 )
+from mpiad.transport.core.tracing import tracing
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -91,8 +92,7 @@ def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     ones, triangle = _diagonal_and_triangle(args, kwargs)
 
     def vjp(g: Array) -> tuple[Array]:
-        rotated = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
-        inner = _over_gaps(rotated, ans[0], ones) + ones * g[0][..., None, :]
+        inner = over_gaps(anp.matmul(_transposed(vectors), g[1]), ans[0], None, "eigenvalues") + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
         # eigh reads only one triangle of the matrix.
         return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
@@ -107,7 +107,7 @@ def eigh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
     change = anp.real(gs[0]) * ones + lower + anp.conj(_transposed(lower))
     rotated = anp.matmul(anp.matmul(anp.conj(_transposed(ans[1])), change), ans[1])
     values = anp.real(anp.sum(rotated * ones, axis=-1))
-    return values, anp.matmul(ans[1], _over_gaps(rotated * (1.0 - ones), ans[0], ones))
+    return values, anp.matmul(ans[1], over_gaps(rotated, ans[0], None, ""))
 
 
 def _diagonal_and_triangle(args: tuple, kwargs: dict) -> tuple[Array, Array]:
@@ -118,10 +118,73 @@ def _diagonal_and_triangle(args: tuple, kwargs: dict) -> tuple[Array, Array]:
     return identity(args[0], n), lower if named.get("UPLO", "L") in "Ll" else _transposed(lower)
 
 
-def _over_gaps(rotated: Array, values: Array, ones: Array) -> Array:
-    """Divide by differences of eigenvalues; zeros of equal ones, of which an objective reads only invariants, stay zero."""
-    gaps = values[..., None, :] - values[..., :, None] + ones  # with ones on the diagonal, which is irrelevant
-    return rotated / anp.where((gaps == 0) & (rotated == 0), 1.0, gaps)
+_EQUAL = 10  # times the rounding error of a matrix, by which computed values that are equal may differ
+_ADVICE = """Write a function of the matrix without vectors: np.linalg.solve, inv, cholesky, slogdet. Instead of eigh of
+YᵀY + cI, take np.linalg.svd(Y, full_matrices=False), whose vectors don't include the null space. Or add a small matrix
+that separates the values.""".replace("\n", " ")
+
+
+@primitive
+def over_gaps(x: Array, columns: Array, rows: Array | None, refused: str) -> Array:
+    """Return x_ij / (c_j - r_i), by default with r = c and zeros on the diagonal, where c are eigen- or singular values.
+
+    If c_j and r_i are equal up to rounding, the quotient is zero for an x_ij that is zero: the function depends on other
+    vectors only, or the matrix changes without mixing these. Otherwise a quotient of cotangents raises a LinAlgError;
+    `refused` is the name of the values. If it is "", x is a tangent, and the quotient is NaN: the function may read the
+    eigenvalues only. On devices it is always NaN, since the host doesn't wait for the values.
+    """
+    recorder = next((part.recorder for part in (x, columns) if hasattr(part, "recorder")), None)
+    if recorder is not None:  # a compiled program calls this function
+        return recorder.call(over_gaps, (x, columns, rows, refused), {})
+    if not x.size:
+        return x
+    gaps = columns[..., None, :] - (columns if rows is None else rows)[..., :, None]
+    rounding = max(x.shape[-2:]) * np.finfo(columns.dtype).eps
+    equal = np.abs(gaps) <= _EQUAL * rounding * np.abs(columns).max(-1)[..., None, None]
+    # The entry Vᴴ dA V of two vectors that a change dA of the matrix doesn't mix, as in the null space of YᵀY, is a
+    # rounding error. A cotangent is zero exactly if the function doesn't depend on vector j. In a function V h(λ) Vᵀ of the
+    # matrix it does, and the rounding error S_ij (h_j - h_i) of the antisymmetric part stands for the quotient S_ij h'.
+    zero = equal & (np.abs(x) <= (0.0 if refused else rounding * np.abs(x).max((-2, -1), keepdims=True)))
+    if rows is None:
+        zero = zero | (identity(x, x.shape[-1]) == 1)
+    undefined = equal & ~zero
+    # In a trace, the values are arbitrary.
+    if refused and tracing.recorder is None and isinstance(x, np.ndarray) and undefined.any():
+        *batch, i, _ = np.argwhere(undefined)[0]
+        row = (*batch, i, np.flatnonzero(np.broadcast_to(equal, x.shape)[(*batch, i)]))
+        values = np.broadcast_to(columns[..., None, :], x.shape)[row].tolist()
+        alike = f"the {refused} {row[-1].tolist()}, {values}, are {'equal' if rows is None else 'zero'} up to rounding"
+        derivative = "there their vectors have no derivative, and that of a function of the vectors can't be computed"
+        raise np.linalg.LinAlgError(f"{alike}: {derivative}. {_ADVICE}")
+    return np.where(undefined, np.nan, np.where(zero, 0, x) / np.where(zero | equal, 1, gaps))
+
+
+def _over_gaps_vjp(argnum: int, ans: Array, x: Array, columns: Array, rows: Array | None, refused: str) -> Vjp:
+    name = refused or "eigenvalues"
+
+    def vjp(g: Array) -> Array:
+        if argnum == 0:
+            return fitted(over_gaps(g, columns, rows, name), x)
+        inner = over_gaps(g * ans, columns, rows, name)
+        of_rows, of_columns = anp.sum(inner, axis=-1), -anp.sum(inner, axis=-2)
+        if argnum == 2:
+            return fitted(of_rows, rows)
+        return fitted(of_columns + of_rows if rows is None else of_columns, columns)
+
+    return vjp
+
+
+def _over_gaps_jvp(argnum: int, g: Array, ans: Array, x: Array, columns: Array, rows: Array | None, refused: str) -> Array:
+    change = 0.0
+    if argnum == 1:
+        change = g[..., None, :]
+    if argnum == 2 or rows is None:
+        change = change - g[..., :, None]
+    return over_gaps(g if argnum == 0 else -ans * change, columns, rows, refused)
+
+
+defvjp(over_gaps, *[partial(_over_gaps_vjp, k) for k in range(3)], argnums=(0, 1, 2))
+defjvp(over_gaps, *[partial(_over_gaps_jvp, k) for k in range(3)], argnums=(0, 1, 2))
 
 
 def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -187,15 +250,40 @@ def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangents of singular values by singular vectors; derivatives of the vectors aren't supported."""
-    named = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
-    if named.get("compute_uv", True):
-        what = (
-            "with singular vectors of device arrays and in compiled functions: pass compute_uv=False, or call eigh of xᵀx"
-        )
-        raise refusal(linalg.svd, what)
-    left, _, right = linalg.svd(args[0], full_matrices=False)
-    return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
+    """Divide the singular vectors' cotangents by differences and sums of singular values, add theirs, and rotate."""
+    named = bound(linalg.svd, "a full_matrices compute_uv", args, kwargs)
+    x = named["a"]
+    if not named.get("compute_uv", True):
+        left, _, right = linalg.svd(x, full_matrices=False)
+        return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
+    if named.get("full_matrices", True):
+        raise refusal(linalg.svd, "with these arguments: pass full_matrices=False, or compute_uv=False")
+    left, values, right_h = ans
+    right = anp.conj(_transposed(right_h))
+    rows, columns = x.shape[-2:]
+
+    def complement(vectors: Array, g: Array) -> Array:
+        """Divide by the singular values, and project to the complement of the vectors."""
+        quotient = over_gaps(g, values, values[..., :1] * 0.0, "singular values")
+        return quotient - anp.matmul(anp.conj(vectors), anp.matmul(_transposed(vectors), quotient))
+
+    def vjp(g: Array) -> tuple[Array]:
+        g_right = anp.conj(_transposed(g[2]))
+        of_left, of_right = anp.matmul(_transposed(left), g[0]), anp.matmul(_transposed(right), g_right)
+        # 1 / (s_j² - s_i²) is a sum of the reciprocals of s_j - s_i and s_j + s_i, with the antisymmetric parts of both.
+        by_differences = over_gaps(of_left + of_right, values, None, "singular values")
+        difference = of_left - of_right
+        by_sums = over_gaps(difference - anp.conj(_transposed(difference)), values, -values, "singular values")
+        inner = (by_differences + anp.conj(_transposed(by_differences)) + by_sums) / 2
+        inner = inner + identity(x, inner.shape[-1]) * g[1][..., None, :]
+        part = anp.matmul(anp.matmul(anp.conj(left), inner), _transposed(right))
+        if rows < columns:
+            part = part + anp.matmul(anp.conj(left), anp.conj(_transposed(complement(right, g_right))))
+        elif rows > columns:
+            part = part + anp.matmul(complement(left, g[0]), _transposed(right))
+        return (part,)
+
+    return vjp
 
 
 VJPS = {
@@ -204,6 +292,7 @@ VJPS = {
     linalg.pinv: pinv_vjp,
     linalg.slogdet: slogdet_vjp,
     linalg.solve: solve_vjp,
+    linalg.svd: svd_vjp,
     anp.trace: trace_vjp,
     _NORM: partial(slope_vjp, _NORM, _slope_of_norm),
 }
@@ -212,4 +301,3 @@ JVPS = {
     linalg.slogdet: slogdet_jvp,
     _NORM: partial(slope_jvp, _NORM, _slope_of_norm),
 }
-DEVICE_VJPS[linalg.svd] = svd_vjp

@@ -1,0 +1,183 @@
+"""Derivatives of eigh and svd of matrices with equal values: those of closed forms and differences, or an error."""
+
+import autograd.numpy as np
+import numpy
+import pytest
+import scipy.linalg
+from autograd.numpy import linalg
+
+import mpiad
+
+pytestmark = pytest.mark.serial
+RNG = numpy.random.default_rng(3)
+Y, C = RNG.normal(size=(6, 10)), RNG.normal(size=(10, 10))
+W = RNG.normal(size=(5, 7))
+FORMS = {
+    "grad": mpiad.grad,
+    "jit inside": lambda fun: mpiad.grad(mpiad.jit(fun, strict=True)),
+    "jit outside": lambda fun: mpiad.jit(mpiad.grad(fun), strict=True),
+}
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def close(found, expected, rtol=1e-9):
+    numpy.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
+
+
+def difference(fun, x, v, step=1e-5):
+    return (fun(x + step * v) - fun(x - step * v)) / (2 * step)
+
+
+def analysis(y):
+    """A function of yᵀ y + 9 I, an ensemble transform; four of ten eigenvalues are 9."""
+    values, vectors = linalg.eigh(np.dot(y.T, y) + 9 * np.eye(10))
+    return np.sum(C * np.dot(vectors / np.sqrt(values), vectors.T))
+
+
+def analysis_by_svd(y):
+    _, s, right = linalg.svd(y, full_matrices=False)
+    return np.sum(C * np.dot(right.T * (1 / np.sqrt(s**2 + 9) - 1 / 3), right)) + np.trace(C) / 3
+
+
+def change_of_analysis(y, v):
+    """The derivative of S = A^(-1/2) solves dS S + S dS = -A⁻¹ dA A⁻¹."""
+    inverse = numpy.linalg.inv(y.T @ y + 9 * numpy.eye(10))
+    root = numpy.real(scipy.linalg.sqrtm(inverse))
+    return numpy.sum(C * scipy.linalg.solve_sylvester(root, root, -inverse @ (v.T @ y + y.T @ v) @ inverse))
+
+
+@each_form
+def test_a_function_of_the_matrix_is_refused_or_right(form):
+    gradient = form(analysis)
+    for _ in range(2):
+        with pytest.raises(
+            numpy.linalg.LinAlgError, match=r"eigenvalues \[0, 1, 2, 3\], \[(8.99|9.0).*solve, inv, cholesky"
+        ):
+            gradient(Y)
+    v = RNG.normal(size=Y.shape)
+    expected = change_of_analysis(Y, v)
+    close(mpiad.jvp(analysis, Y, v)[1], expected)
+    close(mpiad.jit(lambda y, v: mpiad.jvp(analysis, y, v)[1], strict=True)(Y, v), expected)
+    close(numpy.sum(form(analysis_by_svd)(Y) * v), expected)
+
+
+def matrices(kind):
+    """Two matrices with the eigenvalues 1, 1, 1, 4 and 2, 2, 3, 7, and directions."""
+    q = RNG.normal(size=(2, 4, 4)) + (1j * RNG.normal(size=(2, 4, 4)) if kind == "complex" else 0)
+    q = numpy.linalg.qr(q)[0]
+    a = numpy.matmul(q * numpy.array([[1.0, 1, 1, 4], [2, 2, 3, 7]])[:, None, :], numpy.conj(numpy.swapaxes(q, 1, 2)))
+    v = RNG.normal(size=a.shape) + (1j * RNG.normal(size=a.shape) if kind == "complex" else 0)
+    v = v + numpy.conj(numpy.swapaxes(v, 1, 2))
+    return (a.astype(numpy.float32), v.astype(numpy.float32)) if kind == "float32" else (a, v)
+
+
+def paired(g, v, uplo):
+    """The change for a Hermitian direction, of which eigh reads a triangle."""
+    read = (numpy.tril if uplo == "L" else numpy.triu)(numpy.ones((4, 4)))
+    assert numpy.all(g * (1 - read) == 0)
+    return numpy.sum(numpy.real(g * v))
+
+
+@each_form
+@pytest.mark.parametrize("uplo", ["L", "U"])
+@pytest.mark.parametrize("kind", ["real", "complex", "float32"])
+def test_eigenvalues_and_other_vectors_have_their_derivatives(kind, uplo, form):
+    a, v = matrices(kind)
+    rtol = 1e-4 if kind == "float32" else 1e-9
+    logarithms = lambda a: np.sum(np.log(linalg.eigh(a, uplo)[0]))  # noqa: E731
+    expected = numpy.real(numpy.trace(numpy.linalg.solve(a, v), axis1=1, axis2=2).sum())
+    close(paired(form(logarithms)(a), v, uplo), expected, rtol)
+    close(mpiad.jvp(logarithms, a, v)[1], expected, rtol)
+
+    def of_last(a):
+        last = linalg.eigh(a, uplo)[1][..., -1]
+        return np.sum(np.abs(last) ** 2 * np.arange(8.0).reshape(2, 4))
+
+    expected = 0.0
+    for k in range(2):
+        values, vectors = numpy.linalg.eigh(a[k])
+        last = vectors[:, -1]
+        change = numpy.linalg.pinv(values[-1] * numpy.eye(4) - a[k], rcond=1e-5) @ v[k] @ last
+        expected += 2 * numpy.sum(numpy.real(numpy.conj(last) * change) * numpy.arange(8.0).reshape(2, 4)[k])
+    close(paired(form(of_last)(a), v, uplo), expected, rtol)
+    close(mpiad.jvp(of_last, a, v)[1], expected, rtol)
+
+    every = lambda a: np.sum(np.abs(linalg.eigh(a, uplo)[1]) ** 4)  # noqa: E731
+    with pytest.raises(numpy.linalg.LinAlgError, match=r"the eigenvalues \[0, 1, 2\], "):
+        form(every)(a)
+    with pytest.raises(numpy.linalg.LinAlgError, match=r"the eigenvalues \[0, 1\], \[(2|1.99)"):
+        form(every)(a[1])
+
+
+def test_tangents_of_vectors_with_equal_eigenvalues_are_nan_or_known():
+    a, v = matrices("real")
+    tangent = mpiad.jvp(lambda a: linalg.eigh(a)[1], a, v)[1]
+    assert numpy.isnan(tangent[0, :, :3]).all() and numpy.isnan(tangent[1, :, :2]).all()
+    assert numpy.isfinite(tangent[0, :, 3]).all() and numpy.isfinite(tangent[1, :, 2:]).all()
+    # A change of the eigenvalues only leaves the vectors.
+    for k in range(2):
+        close(mpiad.jvp(lambda a: linalg.eigh(a)[1], a[k], a[k] @ a[k])[1], 0.0)
+
+
+def test_second_derivatives_where_eigenvalues_differ():
+    x, v, c = RNG.normal(size=(3, 4, 4))
+
+    def by_eigh(x):
+        values, vectors = linalg.eigh(x + x.T)
+        return np.sum(c * np.dot(vectors * values**3, vectors.T))
+
+    cube = lambda x: np.sum(c * np.dot(x + x.T, np.dot(x + x.T, x + x.T)))  # noqa: E731
+    expected = mpiad.hvp(cube)(x, v)
+    close(mpiad.hvp(by_eigh)(x, v), expected)
+    close(mpiad.grad(lambda x: np.sum(mpiad.grad(by_eigh)(x) * v))(x), expected)
+    close(mpiad.grad(lambda x: mpiad.jvp(by_eigh, x, v)[1])(x), expected)
+    close(mpiad.jit(mpiad.hvp(by_eigh), strict=True)(x, v), expected)
+    twice = mpiad.jvp(lambda x: mpiad.jvp(by_eigh, x, v)[1], x, v)[1]
+    close(twice, numpy.sum(expected * v))
+
+
+def of_rank_three():
+    return RNG.normal(size=(5, 3)) @ RNG.normal(size=(3, 7))
+
+
+def truncated(x):
+    left, s, right = linalg.svd(x, full_matrices=False)
+    return np.sum(W * np.dot(left[:, :3] * np.sqrt(s[:3]), right[:3]))
+
+
+def product(x):
+    left, s, right = linalg.svd(x, full_matrices=False)
+    return np.sum(W * np.dot(left * s, right))
+
+
+def first(x):
+    left, s, right = linalg.svd(x, full_matrices=False)
+    return np.sum(np.abs(left[:, 0]) ** 2 * np.arange(5.0)) * s[1] + np.abs(right[0, 2]) ** 2
+
+
+@each_form
+def test_singular_values_that_are_zero_or_equal(form):
+    x, v = of_rank_three(), RNG.normal(size=(5, 7))
+    for fun in (truncated, first):
+        close(numpy.sum(form(fun)(x) * v), difference(fun, x, v), 1e-6)
+        close(numpy.sum(form(lambda x, fun=fun: fun(x.T))(x.T) * v.T), difference(fun, x, v), 1e-6)
+    close(form(lambda x: np.sum(linalg.svd(x, full_matrices=False)[1] ** 2))(2 * numpy.eye(3)), 4 * numpy.eye(3))
+    with pytest.raises(numpy.linalg.LinAlgError, match=r"the singular values \[3, 4\], .* up to rounding"):
+        form(product)(x)
+    with pytest.raises(
+        numpy.linalg.LinAlgError, match=r"the singular values \[0, 1\], \[2.0, 2.0\], are equal up to rounding"
+    ):
+        form(lambda x: np.sum(W[:2, :2] * linalg.svd(x, full_matrices=False)[0]))(2 * numpy.eye(2))
+
+
+@each_form
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 5), (5, 3)])
+def test_complex_singular_vectors(shape, form):
+    x, v = RNG.normal(size=(2, *shape)) + 1j * RNG.normal(size=(2, *shape))
+
+    def fun(x):
+        left, s, right = linalg.svd(x, full_matrices=False)
+        parts = np.abs(left) ** 2 * np.arange(3.0), np.matmul(left * s[..., None, :] ** 3, right) * (1 + 2j)
+        return np.sum(parts[0]) + np.sum(np.real(parts[1])) + np.sum(np.abs(right[..., 1, :]) ** 4)
+
+    close(numpy.sum(numpy.real(form(fun)(x) * v)), difference(fun, x, v), 1e-6)
