@@ -715,7 +715,7 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
   Other functions convert a list to an array of objects, for which most functions raise an error.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
   autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
-  are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh` and `linalg.svd` have no derivative if their
+  are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh`, `eig` and `svd` have no derivative if their
   eigenvalues or singular values are [equal](../sharp_bits.md#equal-eigenvalues).
 
 ## All four derivatives

@@ -32,6 +32,7 @@ from mpiad.differentiation.rules.protocol import (
     bound,
     checked,
     identity,
+    inherited_vjp,
     lower_triangle,
     refusal,
 )
@@ -108,6 +109,20 @@ def eigh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
     rotated = anp.matmul(anp.matmul(anp.conj(_transposed(ans[1])), change), ans[1])
     values = anp.real(anp.sum(rotated * ones, axis=-1))
     return values, anp.matmul(ans[1], over_gaps(rotated, ans[0], None, ""))
+
+
+def eig_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Call autograd's rule, unless it would divide by differences of equal eigenvalues."""
+    pull, (values, vectors) = inherited_vjp(linalg.eig, argnums, ans, args, kwargs), ans
+
+    def vjp(g: Array) -> tuple[Array]:
+        rotated = anp.matmul(_transposed(vectors), g[1])
+        scaled = anp.real(rotated) * identity(vectors, anp.shape(vectors)[-1])  # vectors of norm 1
+        overlaps = anp.matmul(_transposed(vectors), anp.conj(vectors))
+        over_gaps(rotated - anp.matmul(overlaps, scaled), values, None, "eigenvalues")
+        return pull(g)
+
+    return vjp
 
 
 def _diagonal_and_triangle(args: tuple, kwargs: dict) -> tuple[Array, Array]:
@@ -288,6 +303,7 @@ def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 VJPS = {
     linalg.cholesky: cholesky_vjp,
+    linalg.eig: eig_vjp,
     linalg.eigh: eigh_vjp,
     linalg.pinv: pinv_vjp,
     linalg.slogdet: slogdet_vjp,
