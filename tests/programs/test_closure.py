@@ -14,6 +14,8 @@ from scipy.interpolate import CubicSpline
 import mpiad
 from mpiad.compiling import cache
 from mpiad.compiling.closure import Unknown, watch_of
+from mpiad.ensemble import ODEProblem, solve
+from mpiad.timestepping import scan as scan_steps
 
 pytestmark = pytest.mark.serial
 
@@ -212,6 +214,18 @@ def test_names_and_attributes_that_appear_later(monkeypatch):
 
     fun, change = make()
     follow(fun, [change])
+
+
+def test_attributes_that_appear_between_scans_and_solves():
+    """A step multiplies by half the factor; the exponential decays at the rate of the factor."""
+    model, half = Divided(), mpiad.jit(lambda u: 0.5 * u)
+    gradient = mpiad.grad(lambda u: anp.sum(scan_steps(lambda u, k: model.value(half(u)), u, 8)))
+    problem = ODEProblem(lambda u, p, t: [-model.value(u[0])], [1.0], (0.0, 1.0))
+    for factor in (None, 3.0, None, 2.0):
+        vars(model).update({} if factor is None else {"factor": factor})
+        np.testing.assert_allclose(gradient(X), (0.5 * (factor or 1.0)) ** 8, rtol=1e-13)
+        np.testing.assert_allclose(solve(problem, rtol=1e-9).u_end, np.exp(-(factor or 1.0)), rtol=1e-5)
+        vars(model).clear()
 
 
 def test_absent_names_that_are_read_raise_pythons_errors(monkeypatch):
