@@ -752,6 +752,9 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 (ufunc) such as `cbrt` the error is a `TypeError`.
 
 {refused}.
+
+The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve` and `ptp` say what to write instead.
+For functions of SciPy that `autograd.scipy` doesn't have, see [filters of SciPy](../sharp_bits.md#a-filter-of-scipy).
 """
 
 

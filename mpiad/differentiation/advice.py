@@ -51,11 +51,32 @@ _NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
     f"autograd.numpy as np) and autograd.scipy, or {_STOP}"
 )
+_NO_FILTER = (
+    f"{_NO_PLAIN_NUMPY} Instead of a filter of SciPy write a sum of slices or of np.roll(x, 1, axis=0), or call "
+    'autograd.scipy.signal.convolve(np.pad(x, 1, mode="symmetric"), weights, mode="valid").'
+)
+_NO_REPMAT = (
+    f"{_NO_PLAIN_NUMPY} Write np.tile(x, (m, n)) instead of numpy.matlib.repmat(x, m, n), and a = a * x for a *= x."
+)
 # Of an argument of a function, and of an element of a complex array.
 _NO_NUMBER = f"{_NO_PLAIN_NUMPY} {_NO_ASSIGNMENT}"
 _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
+)
+_OTHER_FUNCTIONS = (
+    (
+        r"^(percentile|quantile|median) can't be",
+        "Write s = np.sort(x), k = q * (len(x) - 1) and i = min(int(k), len(x) - 2), with q from 0 to 1 (0.5 for the "
+        "median): the quantile is s[i] + (k - i) * (s[i + 1] - s[i]).",
+    ),
+    (
+        r"^(cov|corrcoef) can't be",
+        "With d = x - np.mean(x, axis=1, keepdims=True), the covariances of the rows of x are np.dot(d, d.T) / (x.shape[1] "
+        "- 1), and with e = d / np.sqrt(np.sum(d**2, axis=1, keepdims=True)) their correlations are np.dot(e, e.T).",
+    ),
+    (r"^convolve can't be", 'Call autograd.scipy.signal.convolve(x, y, mode="full").'),
+    (r"^ptp can't be", "Write np.max(x, axis) - np.min(x, axis)."),
 )
 _OTHER_ARGUMENTS = (
     "mpiad's functions return their results and take no receive buffers, and op, root, tag and like are passed by name: "
@@ -66,6 +87,9 @@ _OTHER_ARGUMENTS = (
 _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'|bincount can't be", _SUMS),
+    *_OTHER_FUNCTIONS,
+    (r"Cannot cast ufunc '\w+' output from dtype\('O'\)", _NO_REPMAT),
+    (r"array type (dtype\('O'\) )?not supported|convolve2d not available for this type|^Unsupported type $", _NO_FILTER),
     (r"mpi_\w+\(\) (got multiple values|takes .*positional)", _OTHER_ARGUMENTS),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
     (r"must be real number, not '?\w*Box", _NO_NUMBER),
@@ -81,7 +105,8 @@ _ADVICE = (
     (
         r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
         r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
-        r"object arrays are not supported|not supported for the input types|common type for non-numeric array",
+        r"object arrays are not supported|dtype=object is not supported|input type 'object' not supported|"
+        r"not supported for the input types|common type for non-numeric array",
         _NO_PLAIN_NUMPY,
     ),
 )
@@ -94,7 +119,7 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
     """Append advice, if there is any, to the text of an exception that was raised in a traced function."""
-    if not isinstance(error, (AttributeError, KeyError, NotImplementedError, TypeError, ValueError)):
+    if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError, ValueError)):
         return
     # Python would show the text of a KeyError in quotes.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -107,7 +132,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         return
     # Without the values of all arguments, which NumPy's text contains.
     text = re.sub(r"(from __array_ufunc__\(<ufunc '\w+'>, '\w+').*", r"\1, ...)", text, flags=re.DOTALL)
-    error.args = (f"{text.rstrip('.')}. {advice}",)
+    error.args = (f"{text.rstrip().rstrip('.')}. {advice}",)
     # NumPy's casting errors don't show `args` in their text, so the advice is a note; in Python 3.10 only repr shows it.
     note = getattr(error, "add_note", None)
     if advice not in str(error) and note is not None:

@@ -15,7 +15,9 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from autograd.scipy.signal import convolve
 from mpi4py import MPI
+from scipy import ndimage, signal
 from scipy.sparse import csr_matrix, diags
 from scipy.spatial.distance import cdist
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.serial
 COMM = MPI.COMM_SELF
 NEW_ARRAY = r"np\.concatenate, np\.stack, np\.array or np\.where of autograd\.numpy"
 AUTOGRAD = r"call the functions of autograd\.numpy .*mpiad\.stop"
+FILTER = AUTOGRAD + r".*sum of slices or of np\.roll\(x, 1, axis=0\), or call autograd\.scipy\.signal\.convolve\("
 PRIMITIVE = r"call mpiad's, such as mpi_allreduce\(x\)"
 
 
@@ -107,6 +110,65 @@ def test_the_advice_for_sums_by_index_is_right() -> None:
     np.testing.assert_array_equal(gradient, [18.0, 44.0, 44.0])  # 2 (8 + 1), 2 (16 + 2 + 4)
 
 
+OTHER_FUNCTIONS: dict[str, tuple[Callable, tuple[str, ...], Callable]] = {
+    "percentile": (
+        lambda x: anp.percentile(x[0], 30.0),
+        ("s = np.sort(x)", "k = q * (len(x) - 1)", "i = min(int(k), len(x) - 2)", "s[i] + (k - i) * (s[i + 1] - s[i])"),
+        lambda x: quantile(x[0], 0.3),
+    ),
+    "median": (lambda x: anp.median(x[0]), ("s = np.sort(x)",), lambda x: quantile(x[0], 0.5)),
+    "cov": (
+        lambda x: anp.cov(x)[0, 1],
+        ("d = x - np.mean(x, axis=1, keepdims=True)", "np.dot(d, d.T) / (x.shape[1] - 1)"),
+        lambda x: covariances(x)[0, 1],
+    ),
+    "corrcoef": (
+        lambda x: anp.corrcoef(x)[0, 1],
+        ("e = d / np.sqrt(np.sum(d**2, axis=1, keepdims=True))", "np.dot(e, e.T)"),
+        lambda x: correlations(x)[0, 1],
+    ),
+    "convolve": (
+        lambda x: anp.sum(anp.convolve(x[0], x[1]) ** 2),
+        ('autograd.scipy.signal.convolve(x, y, mode="full")',),
+        lambda x: anp.sum(convolve(x[0], x[1], mode="full") ** 2),
+    ),
+    "ptp": (
+        lambda x: anp.ptp(x, 0)[0],
+        ("np.max(x, axis) - np.min(x, axis)",),
+        lambda x: (anp.max(x, 0) - anp.min(x, 0))[0],
+    ),
+}
+
+
+def quantile(x: Any, q: float) -> Any:
+    s, k = anp.sort(x), q * (len(x) - 1)
+    i = min(int(k), len(x) - 2)
+    return s[i] + (k - i) * (s[i + 1] - s[i])
+
+
+def covariances(x: Any) -> Any:
+    d = x - anp.mean(x, axis=1, keepdims=True)
+    return anp.dot(d, d.T) / (x.shape[1] - 1)
+
+
+def correlations(x: Any) -> Any:
+    d = x - anp.mean(x, axis=1, keepdims=True)
+    e = d / anp.sqrt(anp.sum(d**2, axis=1, keepdims=True))
+    return anp.dot(e, e.T)
+
+
+@pytest.mark.parametrize("name", OTHER_FUNCTIONS)
+def test_what_to_write_for_a_function_without_a_derivative(name: str) -> None:
+    refused, formulas, advised = OTHER_FUNCTIONS[name]
+    x = np.sin(np.arange(15.0)).reshape(3, 5)
+    np.testing.assert_allclose(advised(x), refused(x), rtol=1e-13)
+    for derive in (mpiad.grad(refused), lambda x: mpiad.jvp(refused, x, x), lambda x: mpiad.hvp(refused)(x, x)):
+        with pytest.raises(NotImplementedError, match=f"{name} can't be differentiated") as found:
+            derive(x)
+        assert all(formula in str(found.value) for formula in formulas), found.value
+    assert mpiad.testing.check_grads(advised, x, comm=COMM)
+
+
 OTHER_ARGUMENTS: list[Callable] = [
     lambda x: mpiad.mpi_gather(x, np.empty(3), root=0),
     lambda x: mpiad.mpi_scatter(x, np.empty(3), root=0),
@@ -131,6 +193,12 @@ def assigned_by_indices(x: Any) -> Any:
 def received(x: Any) -> Any:
     y = np.zeros(3)
     COMM.Allreduce(x, y)
+    return anp.sum(y)
+
+
+def repeated(x: Any) -> Any:
+    y = np.ones((2, 3))
+    y *= 2.0 / np.tile(np.asanyarray(x), (2, 1))  # as numpy.matlib.repmat(x, 2, 1)
     return anp.sum(y)
 
 
@@ -184,6 +252,23 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
         "float which has no callable sqrt method",
         AUTOGRAD,
     ),
+    "filter of SciPy": (lambda x: anp.sum(ndimage.laplace(x)), RuntimeError, r"array type dtype\('O'\)", FILTER),
+    "weights of a filter": (lambda x: anp.sum(ndimage.convolve(x, np.ones(3))), RuntimeError, "array type not", FILTER),
+    "filter of signals": (
+        lambda x: anp.sum(signal.convolve2d(x[:, None], np.ones((2, 2)))),
+        ValueError,
+        "convolve2d not available",
+        FILTER,
+    ),
+    "convolution of SciPy": (
+        lambda x: anp.sum(signal.convolve(x[:, None], np.ones((2, 2)))),
+        ValueError,
+        "Unsupported type",
+        FILTER,
+    ),
+    "recursive filter": (lambda x: anp.sum(signal.lfilter([1.0], [1.0, 0.5], x)), NotImplementedError, "input", AUTOGRAD),
+    "median filter": (lambda x: anp.sum(signal.medfilt(x)), ValueError, "dtype=object is not supported", AUTOGRAD),
+    "repeated rows": (repeated, TypeError, "Cannot cast ufunc 'multiply' output", AUTOGRAD + r".*np\.tile\(x, \(m, n\)\)"),
     "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
     "not supported": (lambda x: np.abs(np.fft.fft(x)).sum(), TypeError, "'fft' not supported", AUTOGRAD),
     "math": (lambda x: math.sin(x[0]), TypeError, "must be real number", AUTOGRAD),
