@@ -90,7 +90,10 @@ _ADVICE = (
     *_OTHER_FUNCTIONS,
     (r"Cannot cast ufunc '\w+' output from dtype\('O'\)", _NO_REPMAT),
     (r"array type (dtype\('O'\) )?not supported|convolve2d not available for this type|^Unsupported type $", _NO_FILTER),
-    (r"mpi_\w+\(\) (got multiple values|takes .*positional)", _OTHER_ARGUMENTS),
+    (
+        r"mpi_\w+\(\) (got multiple values|takes .*positional|got .*keyword argument '(recv|send)?(buf|obj))",
+        _OTHER_ARGUMENTS,
+    ),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
     (r"must be real number, not '?\w*Box", _NO_NUMBER),
     (r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object", _NO_TRACED_ENTRIES),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 import numpy as np
@@ -46,6 +46,25 @@ def advice_for(value: object, call: str) -> str:
     if is_list or getattr(value, "ndim", 0):
         return f" Results are returned, not written into an argument: y = {call}(x, ...)."
     return ""
+
+
+_ADDRESSES = (
+    "the receiver gets an array only. If it must know the sender, the tag or the number of entries, send them before as an "
+    "array of integers: source, n = mpi_recv(np.zeros(2, int), MPI.ANY_SOURCE), then y = mpi_recv(np.zeros(n), source)."
+)
+_TAGS = (
+    "pass one tag=, which both ends of a message must pass. To send with one tag and receive with another, call "
+    "mpi_irecv(like, source, tag=...), mpi_isend(x, dest, tag=...) and mpi_waitall."
+)
+# Keywords of mpi4py's functions that the functions of this library don't have, and what to write instead.
+_OF_MPI4PY = {"status": _ADDRESSES, "sendtag": _TAGS, "recvtag": _TAGS}
+
+
+def refuse_keywords(keywords: Mapping[str, object], call: str) -> None:
+    """Raise a TypeError that says what to write instead of a keyword of mpi4py's function."""
+    for name in keywords:
+        unexpected = f"{call}() got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{unexpected}: {_OF_MPI4PY[name]}" if name in _OF_MPI4PY else unexpected)
 
 
 def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
-from mpiad.primitives.checks import addresses
+from mpiad.primitives.checks import addresses, refuse_keywords
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.core.buffers import outgoing, private_copy, spec_of
@@ -14,7 +16,14 @@ from mpiad.transport.core.messages import Prepared, prepared_receive, prepared_s
 
 
 def mpi_exchange(
-    x: LocalArray, dest: Rank | None, source: Rank | None, *, like: Array = None, tag: int = 0, comm: Comm = None
+    x: LocalArray,
+    dest: Rank | None,
+    source: Rank | None,
+    *,
+    like: Array = None,
+    tag: int = 0,
+    comm: Comm = None,
+    **unsupported: NoReturn,
 ) -> LocalArray:
     """Send x to one rank and receive an array from another, as in shifts around a ring, swaps and halo exchanges.
 
@@ -27,8 +36,12 @@ def mpi_exchange(
     like : array or number, optional
         Template with the shape and dtype of the received array; `x` by default.
     tag : int
+        The tag of both messages, the same on both ends of each: in a ring, on all ranks. Otherwise the ranks wait forever.
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
+    **unsupported
+        There is no `sendtag`, `recvtag` or `status`. To send with one tag and receive with another, call `mpi_irecv`,
+        `mpi_isend` and `mpi_waitall`.
 
     Returns
     -------
@@ -38,7 +51,7 @@ def mpi_exchange(
     Raises
     ------
     TypeError
-        If `x` can't be sent or `like` can't be received.
+        If `x` can't be sent or `like` can't be received, or a keyword is unsupported.
     ValueError
         If `dest` or `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
 
@@ -57,6 +70,8 @@ def mpi_exchange(
     >>> print(mpiad.mpi_exchange(float(rank), dest=after, source=before) == before)
     True
     """
+    if unsupported:
+        refuse_keywords(unsupported, "mpi_exchange")
     template, argument = (x, "x") if like is None else (like, "like")
     spec = spec_of(getval(template), "mpi_exchange", argument)
     receiver, sender = addresses(x, dest, source, tag, comm, "mpi_exchange")

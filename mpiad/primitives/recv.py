@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
-from mpiad.primitives.checks import address_from
+from mpiad.primitives.checks import address_from, refuse_keywords
 from mpiad.primitives.operation import communicate
 from mpiad.transport import spec_of
 from mpiad.transport.core.messages import Prepared, prepared_receive, receive
 
 
-def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> Array:
+def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None, **unsupported: NoReturn) -> Array:
     """Receive an array from another rank.
 
     Parameters
@@ -28,6 +28,9 @@ def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> A
         The tag of the message; `MPI.ANY_TAG` for any tag.
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
+    **unsupported
+        There is no `status`. A receiver that must know the sender or the number of entries gets them in a message before:
+        ``source, n = mpi_recv(np.zeros(2, int), MPI.ANY_SOURCE)``, then ``y = mpi_recv(np.zeros(n), source)``.
 
     Returns
     -------
@@ -37,8 +40,8 @@ def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> A
     Raises
     ------
     TypeError, ValueError
-        If `like` isn't an array that can be received, `source` isn't a rank of `comm`, `tag` is invalid, or the message and
-        `like` differ in size.
+        If `like` isn't an array that can be received, `source` isn't a rank of `comm`, `tag` is invalid, the message and
+        `like` differ in size, or a keyword is unsupported.
 
     Ranks
     -----
@@ -56,6 +59,8 @@ def mpi_recv(like: Array, source: Rank, *, tag: int = 0, comm: Comm = None) -> A
     >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)
     [ True  True]
     """
+    if unsupported:
+        refuse_keywords(unsupported, "mpi_recv")
     spec = spec_of(getval(like), "mpi_recv", "like")
     return communicate(RECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_recv", wildcard=True)))
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.primitives.checks import partner_of, point_to_point
+from mpiad.primitives.checks import partner_of, point_to_point, refuse_keywords
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.tracing import once
 
 
-def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm: Comm = None) -> LocalArray:
+def mpi_sendrecv(
+    x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm: Comm = None, **unsupported: NoReturn
+) -> LocalArray:
     """Send `x` of rank `source` to rank `dest`; all ranks pass the same pair of ranks.
 
     Parameters
@@ -21,6 +25,8 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm:
         The pair of ranks. If each rank has different neighbors, as in MPI's Sendrecv, use `mpi_exchange`.
     tag : int
     comm : mpi4py intracommunicator, optional
+    **unsupported
+        There is no `sendtag`, `recvtag` or `status`: one message is sent, from `source`, with `tag`.
 
     Returns
     -------
@@ -30,7 +36,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm:
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be sent, or a keyword is unsupported.
     ValueError
         If `dest` or `source` isn't a rank of `comm`. On all ranks, if ranks pass different pairs; only the first
         call on a communicator checks this.
@@ -51,6 +57,8 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, *, tag: int = 0, comm:
     >>> print(x == (size - 1 if rank == 0 else rank))
     True
     """
+    if unsupported:
+        refuse_keywords(unsupported, "mpi_sendrecv")
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
     # In the first call only: a program that mistakes this function for MPI's Sendrecv does so in every call.

@@ -175,6 +175,8 @@ OTHER_ARGUMENTS: list[Callable] = [
     lambda x: mpiad.mpi_allreduce(x, np.empty(3), MPI.SUM),
     lambda x: mpiad.mpi_exchange(x, 0, 0, x, 0),
     lambda x: mpiad.mpi_isend(x, 0, 3),
+    lambda x: mpiad.mpi_allreduce(x, recvbuf=x),
+    lambda x: mpiad.mpi_bcast(buf=x),
 ]
 
 

@@ -17,7 +17,8 @@ GIVEN = {"op": MPI.PROD, "dest": 0, "source": 0}
 
 def called(name, x, **more):
     """Call a primitive with an array, where it takes one, and what else it needs."""
-    needed = [found.name for found in TAKES[name].values() if found.default is found.empty or found.name == "op"]
+    taken = [found for found in TAKES[name].values() if found.kind is not found.VAR_KEYWORD]
+    needed = [found.name for found in taken if found.default is found.empty or found.name == "op"]
     return getattr(mpiad, name)(*[GIVEN.get(each, x) for each in needed], **more)
 
 
@@ -158,6 +159,54 @@ def test_the_order_of_sendrecv(size):
     buffer = np.empty(2)
     with pytest.raises(TypeError, match="mpi_exchange.* takes 3 positional arguments but 5"):
         mpiad.mpi_exchange(np.ones(2), 0, 0, buffer, 0)
+
+
+@pytest.mark.parametrize("keyword", ["status", "sendtag", "recvtag"])
+@pytest.mark.parametrize("name", ["mpi_recv", "mpi_exchange", "mpi_sendrecv"])
+def test_keywords_of_mpi4py(size, name, keyword):
+    advice = {"status": r"n = mpi_recv\(np.zeros\(2, int\), MPI.ANY_SOURCE\)"}.get(
+        keyword, r"mpi_isend\(x, dest, tag=\.\.\."
+    )
+    partners = (0,) if name == "mpi_recv" else (0, 0)
+    function = lambda x: getattr(mpiad, name)(x, *partners, **{keyword: 1})  # noqa: E731
+    for call in (function, mpiad.grad(function), mpiad.jit(function, strict=True)):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument '{keyword}': .*{advice}"):
+            call(np.ones(2))
+
+
+def test_an_unknown_keyword(size):
+    with pytest.raises(TypeError, match=r"^mpi_recv\(\) got an unexpected keyword argument 'tags'$"):
+        mpiad.mpi_recv(np.ones(2), 0, tags=1)
+
+
+def test_the_advice_in_place_of_a_status(rank, size):
+    """The sender and the number of entries, in a message before the array, of any rank and with the same tag."""
+
+    def loss(x):
+        if rank:
+            mpiad.mpi_send(np.array([rank, 2 * rank]), 0)
+            mpiad.mpi_send(x[: 2 * rank] * rank, 0)
+            return 0.0
+        total = 0.0
+        for _ in range(size - 1):
+            source, n = mpiad.mpi_recv(np.zeros(2, int), MPI.ANY_SOURCE)
+            total = total + source * np.sum(mpiad.mpi_recv(np.zeros(n), source) ** 2)
+        return total
+
+    x = np.arange(2.0 * size)
+    expected = np.where(np.arange(2 * size) < 2 * rank, 2.0 * rank**3 * x, 0.0)
+    assert mpiad.grad(loss, objective="sum")(x).tolist() == expected.tolist()
+
+
+def test_the_advice_in_place_of_two_tags(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def loss(x):
+        requests = [mpiad.mpi_irecv(x, before, tag=before), mpiad.mpi_isend(x, after, tag=rank)]
+        received, _ = mpiad.mpi_waitall(requests)
+        return (rank + 1.0) * np.sum(received**2)
+
+    assert mpiad.grad(loss, objective="sum")(np.full(2, 3.0)).tolist() == [6.0 * (after + 1)] * 2
 
 
 @pytest.mark.parametrize("name", ALL)
