@@ -497,7 +497,8 @@ def scan(
         only, whereas it computes the cotangents of whole arrays in `params`.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats. It is
-        compiled with the steps if possible.
+        compiled with the steps if possible. With `checkpoints`, the gradient calls it again, the last steps first: store
+        frames of a picture in a dict, ``frames[k] = stop_gradient(u).copy()``, since those in a list would be there twice.
     checkpoints : int or CheckpointSchedule, optional
         The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
         With a number c, the reverse pass also stores the intermediate values of min(c, ⌈n_steps / (c + 1)⌉) steps.
