@@ -55,6 +55,10 @@ _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8  # fraction of Newton's step below which the search ends
 _LONG_STEP = 1e6  # ratio of a step's length to the norms of u and f above which the Jacobian may be singular
 _PATIENCE, _SLOW = 5, 0.99  # the iteration fails if `_PATIENCE` steps don't reduce the residual to the fraction `_SLOW`
+_SMALL = 1e6  # multiple of the level of rounding below which the residual may be small enough
+_ENOUGH = (
+    " If a residual of {:.3e} is small enough, pass a larger atol=. The Jacobian is singular if solutions aren't isolated."
+)
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)`` returns the linear system with the Jacobian at u, which is solved to the tolerance `rtol`."""
@@ -81,7 +85,9 @@ def find_root(
         system.usable = system.block(u)
         linearized = linear(system.block(u), tolerance)
         is_direct = linearized.has_inverse and trusted
-        step = _newton_step(system, linearized, u, f, is_direct)
+        step = _newton_step(system, linearized, u, f, norm, is_direct)
+        if step is None:
+            break
         before, accepted = norm, _search(system, u, step, norm, tolerance)
         if linearized.has_inverse:
             trusted = accepted is not None and (accepted[2] <= 0.1 * norm if is_direct else not linearized.iterations)
@@ -112,15 +118,24 @@ def find_root(
     return system.block(u)
 
 
-def _newton_step(system: System, linear: System, u: LocalArray, f: LocalArray, is_direct: bool) -> LocalArray:
-    """Return the solution of the linear system J s = -f; `is_direct`: that of the preconditioner."""
+def _newton_step(
+    system: System, linear: System, u: LocalArray, f: LocalArray, norm: float, is_direct: bool
+) -> LocalArray | None:
+    """Return the solution of the linear system J s = -f; `is_direct`: that of the preconditioner.
+
+    None if the system isn't solved, but the residual is only an effect of rounding u. So it is near solutions that aren't
+    isolated: there the Jacobian is singular.
+    """
     failure, method = f"in step {system.iterations + 1} the linear system wasn't solved", METHODS[linear.settings.method]
     try:
         step = linear.precondition(-f) if is_direct else system.rows(iterate(method, linear, system.block(-f), None))
     except ConvergenceError as error:
         if not agreed_among(error):
             raise
-        system.fail(f"{failure} ({error})")
+        floor = rounding_floor(linear, u, np.zeros(1))[0]
+        if norm <= floor:
+            return None
+        system.fail(f"{failure} ({error}){_ENOUGH.format(norm) if norm <= _SMALL * floor else ''}")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
     # If a step is very long, one more product shows whether the Jacobian is singular to working precision.
     if lengths[0] > _LONG_STEP * (lengths[1] + lengths[2]):

@@ -268,6 +268,46 @@ def test_start_at_the_root(case):
     np.testing.assert_allclose(newton(case.residual, u, case.point, rtol=1e-30), u, 1e-9, 1e-11)
 
 
+@pytest.mark.parametrize("steps", [300, 1500])
+def test_a_fixed_point_that_is_not_isolated(rank, size, steps):
+    """V with V Vᵀ = A Aᵀ by multiplicative steps: V times a rotation is a fixed point, too, so the Jacobian is singular."""
+    rng = np.random.default_rng(0)
+    A, start = rng.random((4 * size, 2)), rng.random((4 * size, 2)) + 0.1
+    rows = slice(4 * rank, 4 * rank + 4)
+
+    def step(v, c):
+        V = mpiad.mpi_allgather(v, axis=0)
+        return v * (0.5 + 0.5 * anp.dot(c, V) / anp.dot(v, anp.dot(V.T, V)))
+
+    def loss(a):
+        whole = mpiad.mpi_allgather(a, axis=0)
+        c, v = anp.dot(a, whole.T), start[rows]
+        for _ in range(steps):
+            v = step(v, mpiad.stop_gradient(c))
+        v = mpiad.linalg.newton(lambda v, c: step(v, c) - v, mpiad.stop_gradient(v), c)
+        return mpiad.mpi_allreduce(anp.sum(anp.dot(v, mpiad.mpi_allgather(v, axis=0).T) ** 2))
+
+    J, gradient = mpiad.value_and_grad(loss)(A[rows])
+    np.testing.assert_allclose(J, np.sum((A @ A.T) ** 2), rtol=1e-8)
+    np.testing.assert_allclose(gradient, 4 * (A @ A.T @ A)[rows], rtol=1e-6)
+
+
+def test_the_message_names_atol_if_the_residual_is_small(size):
+    def residual(u, gap):  # singular, and without a root
+        return anp.array([u[0] + u[1], u[0] + u[1] + gap])
+
+    advice = (
+        "If a residual of .* is small enough, pass a larger atol=. The Jacobian is singular if solutions aren't isolated"
+    )
+    with pytest.raises(ConvergenceError, match=advice):
+        newton(residual, np.array([1.0, 2.0]), 1e-11, rtol=1e-15)
+    u = newton(residual, np.array([1.0, 2.0]), 1e-11, rtol=1e-15, atol=1e-10)
+    assert abs(u[0] + u[1]) < 1e-10
+    with pytest.raises(ConvergenceError, match="the linear system wasn't solved") as raised:
+        newton(residual, np.array([1.0, 2.0]), 0.1)
+    assert "atol" not in str(raised.value)
+
+
 def test_complex_root(rank_rng):
     domain, rng = Domain(7), rank_rng(100)
     b = (rng.standard_normal(7) + 1j * rng.standard_normal(7))[domain.owned]
