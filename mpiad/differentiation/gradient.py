@@ -73,7 +73,8 @@ def value_and_grad(
     Returns
     -------
     callable
-        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks; the gradient has the structure of the argument.
+        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks; the gradient has the structure of the argument. With
+        respect to a complex variable a + ib it is ∂J/∂a - i ∂J/∂b, whose conjugate is the direction of steepest ascent.
 
     Raises
     ------
@@ -136,7 +137,8 @@ def grad(
     Returns
     -------
     callable
-        ``(*args) -> dJ/dx_r``. Exceptions, ranks and adjoint are as in `value_and_grad`.
+        ``(*args) -> dJ/dx_r``, for a complex variable a + ib the conjugate of the direction of steepest ascent, ∂J/∂a - i
+        ∂J/∂b. Exceptions, ranks and adjoint are as in `value_and_grad`.
 
     Examples
     --------

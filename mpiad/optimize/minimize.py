@@ -140,8 +140,8 @@ def minimize(
     MinimizeResult
         SciPy's fields, with `x` and `jac`, the gradient at `x`, in the structure of x0, and
 
-        - `history`: arrays with an entry for the starting point and each iterate: `loss`, `gradient_norm` (largest entry),
-          `step` (length of the step), `evaluations` and `seconds` since the start;
+        - `history`: its attributes are arrays with an entry for the starting point and each iterate: `history.loss`,
+          `gradient_norm` (largest entry), `step` (length of the step), `evaluations` and `seconds` since the start;
         - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product";
         - `constr_jac`: with "trust-constr", the Jacobians of the constraints, which SciPy calls `jac`.
 

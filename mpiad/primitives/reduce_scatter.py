@@ -26,7 +26,8 @@ def mpi_reduce_scatter(
     axis : int, optional
         Axis along which the sum is divided. For None, rank r gets entry r along the first axis.
     counts : list of int, optional
-        Each rank's length along `axis`, the same on all ranks. By default lengths are equal, or differ by one.
+        Each rank's length along `axis`, the same on all ranks. By default as in
+        `numpy.array_split`: equal, or longer by one on the first ranks.
     comm : mpi4py intracommunicator, optional
 
     Returns
