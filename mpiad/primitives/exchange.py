@@ -40,8 +40,7 @@ def mpi_exchange(
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
     **unsupported
-        There is no `sendtag`, `recvtag` or `status`. To send with one tag and receive with another, call `mpi_irecv`,
-        `mpi_isend` and `mpi_waitall`.
+        There is no `sendtag`, `recvtag` or `status`. For two tags call `mpi_irecv`, `mpi_isend` and `mpi_waitall`.
 
     Returns
     -------
