@@ -15,6 +15,7 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy
 from autograd.scipy.signal import convolve
 from mpi4py import MPI
 from scipy import ndimage, signal
@@ -297,9 +298,19 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
 }
 
 
+# Before SciPy 1.17 these functions accept arrays of objects.
+OF_OBJECTS = (
+    {"convolution of SciPy", "recursive filter"} if tuple(map(int, scipy.__version__.split(".")[:2])) < (1, 17) else set()
+)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_the_cure_is_named(name: str) -> None:
     loss, kind, text, cure = WRONG[name]
+    if name in OF_OBJECTS:
+        with pytest.warns(DeprecationWarning, match="dtype=object is not supported"):
+            mpiad.testing.check_grads(loss, np.array([1.0, 2.0, 3.0]))
+        return
     with pytest.raises(kind) as found:
         mpiad.value_and_grad(loss)(np.array([1.0, 2.0, 3.0]))
     # With notes, as Python shows it, and as repr does in Python 3.10: casting errors make their text themselves.
