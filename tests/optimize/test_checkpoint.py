@@ -535,8 +535,12 @@ def test_a_converged_solve_of_another_function_goes_on(solver: Solver, folder: P
 def test_a_solve_that_converges_in_the_last_iteration_remains_a_success(method: str, folder: Path) -> None:
     options = {"maxiter": solve(None, method=method).nit}
     first, again = (solve(folder / "run.npz", method=method, options=options) for _ in range(2))
-    assert (first.success, again.success) == (True, True)
-    assert (again.status, again.message, again.nit) == (first.status, first.message, options["maxiter"])
+    # Before SciPy 1.16, SLSQP ended at the limit before it tested for convergence.
+    converges = method != "SLSQP" or tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 16)
+    assert (bool(first.success), again.success) == (converges, converges)
+    assert again.nit == options["maxiter"]
+    if converges:
+        assert (again.status, again.message) == (first.status, first.message)
 
 
 @pytest.mark.filterwarnings("ignore:Unknown solver options")
