@@ -281,12 +281,10 @@ class FunctionReader:
 
     def _builtin(self, value: BuiltinFunctionType) -> None:
         owner = value.__self__
-        if value is sys.exit:  # on several ranks it is a function of mpiad's
-            self.constant(value)
-        elif not isinstance(owner, ModuleType) or not self.is_constant(owner) or value.__name__ in _HIDDEN_READS:
+        is_known = isinstance(owner, ModuleType) and self.is_constant(owner) and value.__name__ not in _HIDDEN_READS
+        if not is_known and value is not sys.exit:  # on several ranks that is a function of mpiad's
             raise Unknown(f"{value.__name__}, an unknown function")
-        else:
-            self.constant(value)
+        self.constant(value)
 
     # ---- attributes
 

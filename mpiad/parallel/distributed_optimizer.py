@@ -497,10 +497,8 @@ class DistributedOptimizer:
         gradients = state.get("gradient")
         if gradients is not None:
             # NumPy's sums are in the machine's byte order.
-            sums, given = (
-                [spec._replace(dtype=spec.dtype.newbyteorder("=")) for spec in specs],
-                list(map(spec_like, gradients)),
-            )
+            sums = [spec._replace(dtype=spec.dtype.newbyteorder("=")) for spec in specs]
+            given = list(map(spec_like, gradients))
             if given != sums:
                 got, expected = (", ".join(map(described, found)) for found in (given, sums))
                 text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."

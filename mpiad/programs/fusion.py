@@ -161,7 +161,8 @@ _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin l
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most where real imag scale"""
 _COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
-# Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
+# Limits of an expression: its depth, up to which number the arrays that it reads are counted, and the number of eras (see
+# `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
 
@@ -237,14 +238,11 @@ class Materialization:
         # The largest levels of the kept nodes that the expression of a node reads, at its own index and at others.
         read: dict[int, tuple[int, int]] = {}
         for n in self.needed:
-            node = self.nodes[n]
-            here, elsewhere = -1, -1
-            for x in node.inputs:
+            node, here, elsewhere = self.nodes[n], -1, -1
+            for x in () if node.kind in IN_MEMORY else node.inputs:
                 own, other = (levels[x], -1) if x in kept else read[x]
                 here, elsewhere = max(here, own), max(elsewhere, other)
-            if node.kind in IN_MEMORY:
-                here, elsewhere = -1, -1
-            elif node.kind != "elementwise":
+            if node.kind != "elementwise":
                 here, elsewhere = -1, max(here, elsewhere)
             read[n], levels[n] = (here, elsewhere), max(here, elsewhere + 1, 0)
         return levels
@@ -369,7 +367,9 @@ class Schedule:
         self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
         self._kept = self._decision.kept()
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
-        self._latest: dict[int, int] = {}  # the last cut on which each node depends
+        # The cuts that work in place, and the last cut on which each node depends.
+        self._operators = {n: operator for n in self.cuts if (operator := working_in_place(self.nodes[n])) is not None}
+        self._latest: dict[int, int] = {}
         for n in self.needed:
             is_cut, before = self.nodes[n].kind in _CUTS, [self._latest[x] for x in self.nodes[n].inputs]
             self._latest[n] = n if is_cut else max(before, default=-1)
@@ -390,7 +390,10 @@ class Schedule:
         for part, (start, end) in enumerate(pairwise([0, *program.ends, len(program.outputs)])):
             self.part_starts += [len(self.steps)] * (part > 0)
             for group in self._groups([n for n in self.cuts if self.nodes[n].part == part]):
-                self._run(group)
+                if group[0] in self._operators:
+                    self._run_in_place(group)
+                else:
+                    self._run(group[0])
             self.outputs += self._compute_outputs(range(start, end), part)
 
     @property
@@ -460,20 +463,16 @@ class Schedule:
         """Return cuts in order, those together that follow each other, work in place, and don't depend on each other."""
         groups: list[list[int]] = []
         for n in cuts:
-            joins = groups and all(working_in_place(self.nodes[x]) for x in (n, groups[-1][0]))
+            joins = groups and {n, groups[-1][0]} <= self._operators.keys()
             if joins and self._latest[self.nodes[n].inputs[0]] < groups[-1][0]:
                 groups[-1].append(n)
             else:
                 groups.append([n])
         return groups
 
-    def _run(self, group: Sequence[int]) -> None:
-        """Append loops that compute the operands of cuts, and the Python calls."""
-        node = self.nodes[n := group[0]]
-        operators = [operator for x in group if (operator := working_in_place(self.nodes[x])) is not None]
-        if operators:
-            self._run_in_place(group, operators)
-            return
+    def _run(self, n: int) -> None:
+        """Append loops that compute the operands of a cut, and the Python call."""
+        node = self.nodes[n]
         sources = [source_of(self.program, node, x) for x in node.inputs]
         missing = [x for x in dict.fromkeys(sources) if self._buffer_of(x) is None]
         places = {x: self._temporary(x) for x in missing if x in self.places}
@@ -490,12 +489,13 @@ class Schedule:
         for x, buffer in zip(arrays, results):
             self._record(x, Place.of(buffer, self.nodes[x].shape))
 
-    def _run_in_place(self, group: Sequence[int], operators: Sequence[InPlace]) -> None:
+    def _run_in_place(self, group: Sequence[int]) -> None:
+        """Append loops that compute the operands of cuts in their buffers, and the Python calls."""
         targets: list[tuple[int, Place | None, bool]] = []
         places: list[Place] = []
         before = len(self.steps)
-        for n, operator in zip(group, operators):
-            node, (x,) = self.nodes[n], self.nodes[n].inputs
+        for n in group:
+            operator, node, (x,) = self._operators[n], self.nodes[n], self.nodes[n].inputs
             rest, shape = node.data.args[1:], self.nodes[x].shape
             given = operator.given(*rest)
             lead = (0,) * (len(shape) - len(given))
@@ -507,7 +507,8 @@ class Schedule:
             targets.append((x, places[-1], not operator.changes_given))
         self._compute(targets, group[0])
         loops = self.steps[before:]
-        for n, operator, (buffer, _) in zip(group, operators, places):
+        for n, (buffer, _) in zip(group, places):
+            operator = self._operators[n]
             result = tuple(operator.result(*self.nodes[n].data.args[1:]))
             if not operator.changes_given:
                 self._note_copies(buffer, loops)

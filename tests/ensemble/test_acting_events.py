@@ -501,7 +501,6 @@ def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 def test_balls_in_a_box_have_the_same_digits_where_a_gradient_is_wanted():
     # Conditions that act from one side and from both, that only tell, and that end; and a kick at a given time.
     count = 40
@@ -549,7 +548,6 @@ def same_digits(problem, p, options):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.columns("it is about columns that wait for each other")
 @pytest.mark.parametrize("end", [4.0, -0.5])
 def test_neurons_have_the_same_digits_where_those_that_fired_re_enter_the_columns(monkeypatch, end):

@@ -246,7 +246,6 @@ def _gradients_with(every):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(
     "every", [1, pytest.param(2, marks=pytest.mark.thorough), 7, pytest.param(10_000, marks=pytest.mark.thorough)]
@@ -365,7 +364,6 @@ _WATCHED = [
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.serial
 @pytest.mark.parametrize(("tspan", "alg", "settings"), _WATCHED)
 def test_derivatives_through_events_are_those_of_the_host(tspan, alg, settings):

@@ -53,7 +53,6 @@ def by_loops(params: dict, graph, fields: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_divisions_have_one_answer(example: ModuleType, rank: int, size: int, seed: int) -> None:
     graph, params = example.Graph(40, 6), example.initial(4)

@@ -227,7 +227,6 @@ def test_gradient_vanishes_at_the_mean_of_many_sources():
 
 @pytest.mark.thorough
 @pytest.mark.one_rank
-@pytest.mark.few(1)
 def test_noise_below_rounding(case):
     """Two sensors at one place without noise to speak of: the covariance of the data is singular."""
     domain, posterior, _, _ = case

@@ -326,7 +326,6 @@ print("x", mpiad.minimize(loss, np.array([-1.2, 1.0]), method=sys.argv[3], check
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("method", ["BFGS", "L-BFGS-sharded"])
 def test_a_batch_chain_sees_the_signal(method: str, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:

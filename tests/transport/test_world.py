@@ -70,7 +70,6 @@ print(total(np.ones(3)), total(np.ones(3)), total.refused)
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_compiled_function_may_start_the_library(debug, mpirun):
@@ -227,7 +226,6 @@ def test_sockets_of_ended_processes_are_removed(mpirun, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.launches
 @pytest.mark.parametrize("kind", ["missing", "writable", "link", "of another user"])
 def test_without_a_folder_of_its_own_a_job_starts(kind, mpirun, place):

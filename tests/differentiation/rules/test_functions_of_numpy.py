@@ -376,7 +376,6 @@ def test_methods_and_operators(text, some):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.interpreted  # compiled functions are among the outcomes
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])

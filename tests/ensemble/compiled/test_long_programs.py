@@ -96,7 +96,7 @@ def test_repeated_operations_count_once(monkeypatch, caplog):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("width", [pytest.param(8, marks=pytest.mark.thorough), 12])
+@pytest.mark.parametrize("width", [8, 12])
 def test_loops_have_the_values_of_scalars(monkeypatch, width):
     u0s, found = np.random.default_rng(2).normal(size=(17, 2)), []
 
@@ -115,7 +115,6 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "alg, dtype",
     [

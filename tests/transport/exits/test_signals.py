@@ -59,7 +59,6 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("first", ["MainThread", "mpiad-signals"])
 def test_the_place_whichever_thread_is_first(first, mpirun):
@@ -328,7 +327,6 @@ signals._end_or_request = late
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @launches
 @pytest.mark.parametrize("before", ["", LATE])
 def test_the_end_can_be_postponed(before, mpirun):

@@ -277,7 +277,6 @@ def test_gradients_of_device_arrays_are_the_same_and_stay_there(gradient):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_gradients_by_what_all_share(gradient):
     u0, p, loss = states(35), np.array([28.0, 10.0]), weighted(35)
@@ -344,7 +343,6 @@ def test_forward_mode():
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.parametrize("put", [np.asarray, on_device])
 def test_second_derivatives_are_those_of_arrays(put):
     def loss(backend, u0, p, **options):
@@ -475,7 +473,6 @@ def by_events(backend, u0, p, shared=None, **options):
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [
     {"events": (RIM, WALL)}, {"events": (FLOOR, RIM, FLOOR), "max_steps": 12}, {"events": RIM}
 ])  # fmt: skip
