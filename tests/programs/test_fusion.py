@@ -74,6 +74,19 @@ def test_a_field_is_computed_into_the_buffer_of_its_exchange():
 
 
 @pytest.mark.unguarded
+def test_the_operands_of_several_exchanges_are_computed_in_one_loop():
+    domain = Domain(U.shape, halo=1, periodic=True)
+
+    def step(u, v):
+        a, b = domain.exchange(u), domain.exchange(v)
+        return u + 0.1 * laplacian(a) * v, v - 0.1 * laplacian(b) * u
+
+    replays = replays_of(lambda u, v: step(*step(u, v)), U, U[::-1])
+    loops, calls, copies = counts(replays)
+    # One loop copies both arguments to the buffers of their exchanges, and one computes the results of each step.
+    assert (loops, calls, copies) == (3, 4, 2)
+
+
 def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     """No array of zeros is scattered into: a loop for the value, one for the gradient; the call shares the value."""
     replays = replays_of(mpiad.grad(lambda u: anp.sum(anp.sin(laplacian(u)))), U)
