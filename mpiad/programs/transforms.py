@@ -10,7 +10,7 @@ A derivative is an evaluation on the boxes of a tape that is enclosed by a new `
 
 - `jvp`: a program of values and tangents.
 - `linearized`: two programs. The forward one also returns *residuals*: the arrays that the backward one, the reverse pass,
-  reads besides the cotangents of the results.
+  reads besides the cotangents of the results. The backward one computes cheap values again (see `residuals`).
 - `vjp`: the forward and the backward program as two parts of one trace, which share their buffers. A first derivative is
   compiled in this form.
 """
@@ -38,6 +38,7 @@ from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
+from mpiad.programs.residuals import chosen
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host, take
 from mpiad.pytrees import flatten, is_variable
@@ -389,13 +390,15 @@ def linearized(program: Program, inner: Sequence[int], recorder: Recorder) -> tu
 
         results, cotangents = map(outer.with_indices, _with_reverse_pass(recorder, evaluation, given, inner, seeded))
     nodes = outer.nodes()
-    residuals = _residuals(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
+    read = _read(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
+    free = [x.number for x, _ in (*inputs, *results) if type(x) is Ref]
+    residuals, repeated = chosen(recorder, nodes[:middle], read, free)
     kept = program.kept.union(range(len(results), len(results) + len(residuals)))
     forward = Program(recorder, nodes[:middle], inputs, [*results, *residuals], len(nodes), kept)
-    return forward, Program(recorder, nodes[middle:], [*residuals, *seeds], cotangents, len(nodes))
+    return forward, Program(recorder, [*repeated, *nodes[middle:]], [*residuals, *seeds], cotangents, len(nodes))
 
 
-def _residuals(
+def _read(
     recorder: Recorder, nodes: list[Any], middle: int, first_seed: int, ends: Sequence[tuple[Any, int]]
 ) -> list[tuple[Any, int]]:
     """Return references to the values of the nodes before `middle`, and of earlier steps, that the other nodes read."""
