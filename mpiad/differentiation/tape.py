@@ -35,6 +35,7 @@ from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import BatchedVjp, Recorded, Tape, VectorizedVjp
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
+from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.channels import Used
 from mpiad.transport.core.tracing import restore_state, tracing
@@ -235,11 +236,14 @@ class LibraryTape(Tape):
         tracing.tapes = self  # first, so that an interrupt in this function also ends the trace
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
+        # What an adjoint or tangent rule traces isn't a part of the rule: its communications have lines of their own.
+        self.call_around, tracing.call = tracing.call, calls.enclosing(tracing.call)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         outer, outer_channels = self.outer, self.outer_channels
         tracing.tape, tracing.channels = outer, outer_channels
+        tracing.call, self.call_around = self.call_around, None
         if error is not None:
             self.end(error, trace)
             tracing.tapes, self.around = self.around, None

@@ -125,7 +125,7 @@ class CustomOperator(Recorded):
                 return fun(*args, **kwargs)
 
         if calls.is_noting():
-            return recorded_call(calls.begin, (self.__name__, x, None), run)
+            return recorded_call(calls.begin, (self.__name__, x, None, True), run)
         with restoring_state():
             return run()
 

@@ -165,7 +165,7 @@ def note_rules(kind: type[Recorded]) -> None:
 def _forward_call(name: str) -> tuple[str, Site]:
     """Return name and line of the forward call that is in progress."""
     outer = calls.current()
-    if outer is not None and outer.forward_site is not None:
+    if outer is not None and outer.forward_site is not None and not outer.is_operator:
         return outer.forward_name or name, outer.forward_site  # an adjoint of an adjoint has the line of the forward call
     # `site_of` skips the library's own frames.
     site = calls.site_of(sys._getframe(2))

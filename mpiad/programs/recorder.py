@@ -197,13 +197,15 @@ class Recorder:
         self._counts, self.open, self._outermost = message_counts(), True, calls.user_frame(sys._getframe(1))[0]
         self.around, tracing.contexts = tracing.contexts, self
         calls.note(self)  # so that communications of adjoints are attributed to their forward calls
+        # A trace that begins within an adjoint rule isn't a part of the rule, since the program may run elsewhere.
+        self._call_around, tracing.call = tracing.call, calls.enclosing(tracing.call)
         with _lock:
             _open_recorders.add(self)
             _report_recording(True)
         tracing.recorder = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        tracing.recorder = None
+        tracing.recorder, tracing.call, self._call_around = None, self._call_around, None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
         # The exception that ended the trace is raised again, since the function may have caught it, or NumPy replaced it.

@@ -63,6 +63,52 @@ if size > 1:
         assert "mpi_recv" in str(error) and ":WAITS in <lambda>" in str(error), error
     mpiad.reset()
 """
+# Reverse passes of loops and solves run forward calls again, and trace the user's functions.
+LOOPS = """
+import autograd.numpy as np
+import numpy, mpiad
+from mpiad.compiling import cache
+from mpiad.linalg import newton, solve
+from mpiad.timestepping import scan
+
+cache.optimization_level = 0
+
+mpiad.mpi_init()
+rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
+compiled = mpiad.jit if rank % 2 == 0 else lambda f: f
+
+@compiled
+def step(u, k, a):
+    v = mpiad.mpi_exchange(np.sin(a * u), (rank + 1) % size, (rank - 1) % size)
+    return u + 0.1 * v * mpiad.mpi_allreduce(np.sum(v)) / size
+
+@compiled
+def residual(u, a):
+    return u + 0.1 * step(u, 0, a) - a
+
+@compiled
+def matvec(u, a):
+    return 3.0 * u + 0.1 * a * mpiad.mpi_allreduce(u)
+
+def looped(a, **options):
+    return mpiad.mpi_allreduce(np.sum(scan(step, np.linspace(1.0, 2.0, 4) + rank, 10, a, **options) ** 2))
+
+def solved(a):
+    u = newton(residual, np.ones(4), a, atol=1e-12)
+    return mpiad.mpi_allreduce(np.sum(solve(matvec, np.cos(u), a) ** 2))
+
+def slope(f, a, h=1e-3):
+    weights = (45, 1), (-9, 2), (1, 3)
+    return sum(w * (f(a + k * h) - f(a - k * h)) for w, k in weights) / (60 * h)
+
+for loss in looped, lambda a: looped(a, checkpoints=3), solved:
+    gradient, product = mpiad.grad(loss, shared=True), mpiad.hvp(loss, shared=True)
+    for turn in range(2):
+        along = slope(loss, 0.3)
+        assert numpy.isclose(gradient(0.3), along, rtol=1e-8)
+        assert numpy.isclose(mpiad.linearize(loss)(0.3).jvp(1.0), along, rtol=1e-8)
+        assert numpy.isclose(product(0.3, 1.0), slope(gradient, 0.3), rtol=1e-7)
+"""
 LINES = PROGRAM.split("\n")
 MISTAKEN = next(k for k, line in enumerate(LINES, 1) if "mpi_scan(y)" in line)
 WAITS = next(k for k, line in enumerate(LINES, 1) if "mpiad.mpi_recv(" in line)
@@ -87,3 +133,9 @@ def test_a_program_under_watch(mpirun, tmp_path):
     # Ranks 0 and 2 are compiled, rank 1 isn't; each calls the same, from the same lines.
     assert len(found[0]) >= 3 * 2 * 8
     assert sorted(found[0]) == sorted(found[1]) == sorted(found[2])
+
+
+def test_loops_and_solves_under_watch(mpirun):
+    """Rules and operators name the same calls on ranks that compile and on ranks that interpret."""
+    made = mpirun(2, LOOPS, env={"MPIAD_DEBUG": "1"})
+    assert (made.returncode, made.stdout) == (0, ""), made.stderr

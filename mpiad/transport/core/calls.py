@@ -83,6 +83,7 @@ class Call:
     outer: Call | None = None
     ended: float = 0.0  # like `began`, of `time.perf_counter()`; 0 until the end
     began: float = field(default_factory=lambda: perf_counter())
+    is_operator: bool = False  # whether it runs a function, whose calls have lines of their own
     # The reader of an operation's arguments; installed by primitives.operation, in a higher layer.
     read: ClassVar[Callable[[Array, Any], Arguments]] = staticmethod(lambda x, params: Arguments())
 
@@ -165,15 +166,21 @@ def current() -> Call | None:
     return tracing.call
 
 
-def begin(name: str, x: Array, params: object) -> Call:
+def enclosing(call: Call | None) -> Call | None:
+    """Return the call that encloses a function of the user: none, if it is an adjoint or tangent rule that runs it."""
+    return None if call is None or call.direction != "forward" else call
+
+
+def begin(name: str, x: Array, params: object, is_operator: bool = False) -> Call:
     """Record a call; the caller ends it with `end`."""
     outer = tracing.call
-    if outer is not None and outer.direction != "forward":
+    if outer is not None and outer.direction != "forward" and not outer.is_operator:
         # An operation inside an adjoint or tangent gets the line of the latter.
         call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
     else:
         site = site_of(sys._getframe(1))
         call = Call(site.named(name), "forward", site, None, None, x, params)
+    call.is_operator = is_operator
     return _pushed(call)
 
 
