@@ -113,7 +113,8 @@ def _evaluator(
         weight = weight_of(objective, group, root_of(root, group, call))
         variables = variables_of(args, argnum, call, shared)
         require_equal_copies(variables, shared, group, call)
-        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        run = lambda x: fun(*arguments_with(args, argnum, x), **kwargs)  # noqa: E731
+        traced = trace_backwards(run, variables, passes="recorded")  # a column differentiates the reverse pass
         sizes = tuple(_sizes(variables, is_shared) for is_shared in (False, True))
         spec, sizes_of_ranks = _agreed_spec(traced, weight, group, variables.shared_shapes(), sizes, call)
         count = sum(own for own, _ in sizes_of_ranks) + sizes[1]

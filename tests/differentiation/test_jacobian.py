@@ -48,6 +48,23 @@ def test_all_blocks_root_by_root(rank, size, rank_rng):
         assert_close(mpiad.jacobian(program, root=root)(xs[rank], rank, size), dense[root])
 
 
+def test_a_compiled_function(rank, size):
+    times = np.linspace(0.0, 1.0, 12)
+
+    def model(p):
+        return mpiad.mpi_allreduce(p[0] * anp.exp(-p[1] * times)) * p[2]
+
+    p = np.array([1.0, 2.0, 0.5]) + 0.1 * rank
+    total = sum((1.0 + 0.1 * r) * np.exp(-(2.0 + 0.1 * r) * times) for r in range(size))
+    decay = np.exp(-p[1] * times)
+    # Each rank's value is scaled by its own p[2]; all values are summed.
+    scale = sum(0.5 + 0.1 * r for r in range(size))
+    dense = np.stack([scale * decay, -scale * p[0] * times * decay, total], axis=1)
+    evaluate = mpiad.jacobian(mpiad.jit(model, strict=True), objective="sum")
+    for _ in range(3):
+        np.testing.assert_allclose(evaluate(p), dense, rtol=1e-13)
+
+
 def test_shared_variables_in_a_nest(rank, size, rank_rng):
     xs = inputs(rank_rng, size)
     theta = {"a": np.array([0.5, 1.5]), "b": 2.0}
