@@ -220,6 +220,8 @@ class Materialization:
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
             repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            if node.kind == "join":
+                repeated = self._branches(node, costs)
             if n in forced or repeated > _KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
@@ -228,6 +230,12 @@ class Materialization:
             for x, map in reads_of(self.program, node):
                 uses[x].update([use._replace(map=composed(map, use.map)) for use in uses[n]])
         return kept
+
+    def _branches(self, join: Node, costs: dict[int, int]) -> float:
+        """Return the cost of an entry of a join that is computed where it is read, beyond that of a loop for each part."""
+        # Outside of the largest part, loops compute the entries of all parts and choose one of them.
+        lengths = [self.nodes[x].shape[join.data] for x in join.inputs]
+        return (1 - max(lengths) / sum(lengths)) * sum(costs[x] + 1 for x in join.inputs)
 
     def _levels(self, kept: set[int]) -> dict[int, int]:
         """Return the level of the loop that computes each node: one more than those of the loops whose results it reads.
@@ -376,6 +384,7 @@ class Schedule:
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
+        self._views: dict[int, Place] = {}  # views that the next loops store, each with all entries of its source
         # For arguments of the program with a copy in another buffer: the first step after the copy, and the copy's place.
         self.copies: dict[int, tuple[int, Place]] = {}
         # For computed nodes, the step that stores them; earlier loops that read one compute it again.
@@ -555,6 +564,12 @@ class Schedule:
                     seen.add(n)
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
+        # These loops read the source of such a view, which they may compute themselves.
+        for n, place in self._views.items():
+            if n not in self.places:
+                self._record(n, place)
+                self.since[n] = len(self.steps) - 1
+        self._views.clear()
 
     def _store(self, n: int, place: Place | None, is_readable: bool, items: list[Item]) -> None:
         """Append the items that store a node at a place, by default in a new buffer.
@@ -579,6 +594,15 @@ class Schedule:
         if not copies and node.kind in _BY_SOURCE and not fills_buffer:
             self._store(n, None, True, items)
             copies = True
+        # If the view contains all entries of its source, the source is stored in the order of the view. This is done
+        # only if both are in memory, or neither is.
+        if node.kind == "view" and copies == (node.inputs[0] in self.places):
+            back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
+            if back is not None:
+                if is_readable and not copies:
+                    self._views[n] = place
+                self._store(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
+                return
         if is_readable and not copies:
             self._record(n, place)
         if not copies and node.kind in _BY_SOURCE:
@@ -602,13 +626,6 @@ class Schedule:
             for x, start in zip(node.inputs, self.program.bounds_of(node)):
                 self._store(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
             return
-        # If the view contains all entries of its source, the source is stored in the order of the view. This is done
-        # only if both are in memory, or neither is.
-        if node.kind == "view" and copies == (node.inputs[0] in self.places):
-            back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
-            if back is not None:
-                self._store(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
-                return
         reads = to_long(node.shape)
         items.append(Item(n, n, reads, Place(place.buffer, composed(place.map, reads)), copies))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,7 @@ from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
     PRECISIONS,
+    SHORT,
     ArrayProgram,
     IndexMap,
     Slot,
@@ -250,6 +252,10 @@ class _Translation:
         if not math.prod(x.shape):
             return self.full(float(name == "multiply"))
         left = tuple([n for k, n in enumerate(x.shape) if k not in axes])
+        node = self.program.nodes[x.number]
+        if node.kind == "join" and axes == (node.data,) and len(node.inputs) == node.shape[node.data] <= SHORT:
+            # The reduction of stacked arrays is an elementwise function of them.
+            return reduce(partial(self.computed, getattr(np, name)), [self.value(y).reshape(left) for y in node.inputs])
         return self.value(self.program.add("reduce", (x.number,), left, x.dtype, (name, axes)))
 
     def full(self, value: Array) -> Value:

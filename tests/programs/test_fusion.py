@@ -52,6 +52,27 @@ def test_the_edges_of_what_is_put_together_are_part_of_the_loop():
     assert counts(replays) == (1, 0, 0)
 
 
+@pytest.mark.parametrize("join", [anp.concatenate, anp.stack], ids=["concatenate", "stack"])
+def test_a_join_of_many_arrays_is_stored_part_by_part(join):
+    def fun(u):
+        fields = [u]
+        for _ in range(11):
+            fields.append(0.5 * fields[-1] + anp.sin(u))
+        return anp.sum(join(fields) ** 2)
+
+    texts = [text for text in replays_of(fun, U).texts if text is not None]
+    assert all(len(text.boxes) == text.divisible for text in texts)  # none computes all parts of an entry and chooses one
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("reduction", [anp.sum, anp.prod, anp.max, anp.mean])
+def test_reductions_of_stacked_arrays_are_elementwise(axis, reduction):
+    replays = replays_of(lambda u: anp.sqrt(reduction(anp.stack([u * u, u**2 + 1, 2 + u], axis) ** 2, axis)), U)
+    assert counts(replays) == (1, 0, 0)
+    (text,) = replays.texts
+    assert len(text.buffers) == 2
+
+
 def test_sums_end_the_loop_that_computes_what_they_add():
     replays = replays_of(lambda u: anp.sum(laplacian(u) ** 2) + anp.max(laplacian(u)), U)
     loops, calls, copies = counts(replays)

@@ -48,6 +48,16 @@ def test_one_part_at_several_places():
     check_jit(fun, np.linspace(0.0, 1.0, 5))
 
 
+def test_parts_that_are_computed_from_a_view_beside_them():
+    def fun(x):
+        row = anp.reshape(anp.sin(x), (1, -1))
+        column = anp.transpose(anp.cumsum(x[:, None] * row, 0))
+        both = mpiad.mpi_allreduce(anp.concatenate([row, row + 0.5, anp.exp(row)]))
+        return both, mpiad.mpi_allreduce(anp.concatenate([column, column**2]))
+
+    check_jit(fun, np.linspace(0.0, 1.0, 5))
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 33, 1000])
 def test_edges_at_every_length(n):
