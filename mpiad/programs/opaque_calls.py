@@ -39,10 +39,13 @@ class Outcome(NamedTuple):
 
 
 class _Call:
-    """A function of the leaves of its arguments; `build` assembles the arguments from the leaves, `passes` as in `Tape`."""
+    """A function of the leaves of its arguments; `build` assembles the arguments from the leaves.
 
-    def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]], passes: str):
-        self._fun, self._build, self._passes = fun, build, passes
+    `is_recorded`: whether its reverse pass may be differentiated.
+    """
+
+    def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]], is_recorded: bool):
+        self._fun, self._build, self._is_recorded = fun, build, is_recorded
         self.__name__ = fun.__name__
 
     def __call__(
@@ -55,12 +58,14 @@ class _Call:
             values, build = flatten(self._called(self._build(leaves)))
             return *map(as_array, values), Outcome(build)
         variables = Variables(leaves, places, self._build)
+        # A run of a program that contains the reverse pass makes it once.
+        passes = "recorded" if self._is_recorded else "one" if tracing.tape is None else tracing.tape.passes
         with suspended(body=False):
             if tangents is not None:
                 (values, build), (result_tangents, _) = map(flatten, trace_forwards(self._called, variables, tangents))
                 return *map(as_array, values), *map(as_array, result_tangents), Outcome(build)
             start = next(communications)
-            made = trace_backwards(self._called, variables, passes=self._passes)
+            made = trace_backwards(self._called, variables, passes=passes)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
         communicates = next(communications) > start + 1
@@ -80,7 +85,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     leaves, build = flatten((args, kwargs))
     tape: Any = tracing.tape
     # Record again what `linearize` records, whose reverse pass may be differentiated with respect to its cotangent.
-    call = _Call(fun, build, "recorded" if getattr(tape, "passes", None) == "recorded" else "several")
+    call = _Call(fun, build, getattr(tape, "passes", None) == "recorded")
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
     if recorder.is_abstract and any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):

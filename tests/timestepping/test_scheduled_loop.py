@@ -119,6 +119,21 @@ def test_values_and_gradients(checkpoints, steps, by_commands):
     assert len(by_commands) >= 2 * HAS_COMMANDS
 
 
+@pytest.mark.parametrize("compiled", ["loss", "gradient"])
+def test_within_compiled_functions(compiled, by_commands):
+    loss = loss_of(step, observed, 40, 4)
+    if compiled == "loss":
+        gradient = mpiad.value_and_grad(mpiad.jit(loss, strict=True), objective="sum")
+    else:
+        gradient = mpiad.jit(mpiad.value_and_grad(loss, objective="sum"), strict=True)
+    for factor in (1.0, 0.9, 1.1, 0.8, 1.2, 0.7):
+        x = [factor * part for part in arguments(40)]
+        value, found = gradient((x[0][MINE], x[1][:, MINE], x[2]))
+        np.testing.assert_allclose(value, whole(*x, 40), rtol=1e-12)
+        np.testing.assert_allclose(*slopes(x, found, 40), rtol=1e-10, atol=1e-12)
+    assert len(by_commands) >= 2 * HAS_COMMANDS
+
+
 @pytest.mark.mpi(min_size=2)
 def test_beside_a_rank_that_interprets_its_steps(by_commands):
     """Ranks with and without commands make the same communications in the same order."""
