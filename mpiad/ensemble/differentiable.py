@@ -171,8 +171,8 @@ def differentiable(
         return at_ends(sol, lambda: batch.u0, anp.reshape(part(1), shape))
     # A program reads few of the results, and each one that it reads takes several operations.
     later: dict[str, Callable[[], object]] = {"u_end": lambda: anp.reshape(part(1), shape)}
-    # If the kernel has propagated the tangents of the states, events occur at constant times.
-    if run.settings.events and run.outcome.carried is None:
+    # If the kernel has propagated the tangents of states only, events occur at constant times.
+    if run.settings.events and (run.outcome.carried is None or run.outcome.event_tangents is not None):
 
         def of_table() -> EventRows:
             ids, event, _, _, when = run.outcome.event_table  # type: ignore[misc]
@@ -185,7 +185,8 @@ def differentiable(
             later["_event_rows"] = lambda: events(to_host(part(2)), to_host(part(3)))
         elif run.outcome.event_table is not None:
             later["_event_rows"] = of_table
-    return changed(sol, later, u=anp.reshape(part(0), sol.u.shape))
+    u = part(0)
+    return changed(sol, later, u=u if u.shape == sol.u.shape else anp.reshape(u, sol.u.shape))
 
 
 class _SolvedRun:

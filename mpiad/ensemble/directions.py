@@ -51,19 +51,30 @@ def _by_seeds(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[A
     if solver is None or not solver.seeds or run.outcome.carried is None:
         return None
     seeds = {k if k < FIRST_LEAF else k - FIRST_LEAF + LEAVES: x for k, x in solver.seeds.items()}
-    if not all(k in seeds and np.array_equal(stacked(args[k], gs), seeds[k], equal_nan=True) for k, gs in tangents.items()):
+    if not all(k in seeds and _are_equal(gs, seeds[k]) for k, gs in tangents.items()):
         return None
     if any(x.any() for k, x in seeds.items() if k not in tangents):
         return None
     m = len(next(iter(tangents.values())))
     end, saved = run.outcome.carried
-    return [saved[:m], np.moveaxis(end[:m], 1, 2), *_constant_times(run, m)]
+    return [saved[:m], np.swapaxes(end[:m], 1, 2), *_carried_times(run, m)]
 
 
-def _constant_times(run: Run, m: int) -> list[Array]:
+def _are_equal(tangents: Sequence[Array | None], seeds: Array) -> bool:
+    pairs = [(np.zeros_like(seed) if g is None else g, seed) for g, seed in zip(tangents, seeds)]
+    return len(tangents) == len(seeds) and all(np.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+
+def _carried_times(run: Run, m: int) -> list[Array]:
     """Return the tangents of the times of events if the forward kernel has propagated those of states."""
     times = (run.event_times.reached, run.event_times.crossed) if run.settings.events else ()
-    return [np.zeros((m, *x.shape)) for x in times]
+    tangents = [np.zeros((m, *x.shape)) for x in times]
+    table = run.outcome.event_tangents
+    if times and table is not None:
+        tangents[1] = table[:m, run.crossed_rows]
+        if run.terminated.any():
+            tangents[0][:, run.stops.ids] = table[:m, run.stop_rows]
+    return tangents
 
 
 def _by_carried_tangents(
@@ -79,12 +90,12 @@ def _by_carried_tangents(
     factors = [row for k in sorted(tangents) for row in _factors(run, k, args[k], tangents[k])]
     m = len(factors[0])
     if m == len(factors) and all((row == unit[:, None]).all() for row, unit in zip(factors, np.eye(m))):
-        return [*results, *_constant_times(run, m)]
+        return [*results, *_carried_times(run, m)]
     totals: list[Sequence[Array]] = []
     for part in results:
         terms = (row.reshape(*row.shape, *[1] * (part.ndim - 2)) * along for row, along in zip(factors, part))
         totals.append(reduce(np.add, terms))
-    return [*totals, *_constant_times(run, m)]
+    return [*totals, *_carried_times(run, m)]
 
 
 def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:

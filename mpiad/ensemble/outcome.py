@@ -135,6 +135,7 @@ class Outcome:
     tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
     last: Array | None = None  # int, shape (N,); the index of each trajectory's last row in `tapes`, or -1
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
+    event_tangents: Array | None = None  # shape (m, events); of the times in `event_table`, if `carried` includes them
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
     jumps: list[Jump] = field(default_factory=list)  # the changes of states by events, if steps are recorded

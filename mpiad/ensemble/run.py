@@ -286,7 +286,7 @@ class Run:
     def event_times(self) -> EventTimes:
         """The final times, and the times of events."""
         ids, _, _, _, time, _ = self._event_columns
-        return EventTimes(self.outcome.t_reached, ids[self._crossed_rows], time[self._crossed_rows])
+        return EventTimes(self.outcome.t_reached, ids[self.crossed_rows], time[self.crossed_rows])
 
     @cached_property
     def save_step(self) -> Array:
@@ -465,8 +465,10 @@ class Run:
         return rows[np.append((trajectory[1:] != trajectory[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
 
     @cached_property
-    def _crossed_rows(self) -> Array:
+    def crossed_rows(self) -> Array:
         """The rows of `crossed` in the table of events."""
+        if not self._any_acts:
+            return self.crossing_rows
         acts = np.array([event.acts for event in self.settings.events], bool)
         return np.append(self.crossing_rows, self.stop_rows[acts[self.stops.event]])
 
@@ -475,7 +477,7 @@ class Run:
         """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
         index, rows = np.full(len(ids), -1), np.flatnonzero(self.live[ids] & ends)
-        index[self._crossed_rows] = np.arange(len(self._crossed_rows))
+        index[self.crossed_rows] = np.arange(len(self.crossed_rows))
         index[rows] = index[self.stop_rows[np.searchsorted(self.stop_rows, rows)]]
         return index
 

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.compiling.folding import expression, inlined, static
-from mpiad.compiling.kernel_language import Row, bits_of, fma, number_of, vector, where
+from mpiad.compiling.kernel_language import Row, bits_of, fma, number_of, total, vector, where
 from mpiad.ensemble import jumps
-from mpiad.ensemble.compiled.kernel_fields import ForwardLane
+from mpiad.ensemble.compiled.kernel_fields import ForwardLane, TangentLane
 from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec
 from mpiad.ensemble.compiled.step_kernel import (
     Kernel,
@@ -21,6 +22,7 @@ from mpiad.ensemble.compiled.step_kernel import (
     Vector,
     condition,
     copy,
+    dense_rates,
     dense_weights,
     doubled,
     inside,
@@ -245,7 +247,7 @@ def locate(search: Search, i: int, first: float, tn: float) -> float:
                     first = high if high < first else first
                     break
                 lane.crossed[e] = value_left if middle >= bound else 0.0
-                store_root(search.kernel, lane, i, e, first, tn)
+                store_root(search.kernel, lane, i, e, first, tn, search.events)
     return first
 
 
@@ -283,8 +285,8 @@ def events_of(spec: KernelSpec, stopping: bool, is_clock: bool = False) -> list[
 
 
 @inlined
-def store_root(kernel: Kernel, lane: ForwardLane, i: int, e: int, first: float, tn: float) -> None:
-    """Write a row of the table of events: see `kernel_spec` for CPU kernels, and `cuda_kernels`."""
+def store_root(kernel: Kernel, lane: ForwardLane, i: int, e: int, first: float, tn: float, events: Sequence[int]) -> None:
+    """Write a row of the table of events, of which e is one: see `kernel_spec` for CPU kernels, and `cuda_kernels`."""
     arrays, on_gpu = kernel.arrays, kernel.spec.on_gpu
     if lane.fraction[e] < np.inf and lane.fraction[e] <= first and (not on_gpu or arrays.u_end):
         row = expression("NEXT", arrays.event_count) if on_gpu else arrays.state[3]
@@ -298,7 +300,47 @@ def store_root(kernel: Kernel, lane: ForwardLane, i: int, e: int, first: float, 
             arrays.crossings[row, 5] = arrays.heads[i]
             arrays.heads[i] = row
         else:
+            for j in static(range(len(kernel.spec.directions))):
+                push_root(kernel, lane, events, e, row, j)
             arrays.state[3] = row + 1
+
+
+@inlined
+def push_root(kernel: Kernel, lane: ForwardLane, events: Sequence[int], e: int, row: Array, j: int) -> None:
+    """Write the tangent of an event's time in direction j, and set that of the new state if the event ends the step."""
+    spec, crossings, du, parameters = kernel.spec, kernel.arrays.crossings, state(kernel.spec), parameters_of(kernel, lane)
+    x, size = lane.fraction[e], rounded(spec, lane.sign * lane.size)
+    w = dense_weights(spec, x)
+    for c in spec.components:
+        du[c] = inside(spec, w, [lane.dk[j, n, c] for n in spec.interpolating], lane.du[j, c], size, True)
+    more = du, *seeds_of(kernel, lane, j)
+    late, rate = shift_of_root(kernel, lane, events, e, x, w, size, parameters, crossings[row, 4], more)
+    crossings[row, EVENT_COLUMNS + j] = late
+    if spec.events[events[0]][0]:
+        for c in spec.components:
+            lane.dnew[j, c] = du[c] + rounded(spec, late * rate[c])
+
+
+@inlined
+def shift_of_root(
+    kernel: Kernel, lane: ForwardLane | TangentLane, events: Sequence[int], e: int, x: float, w: Vector, size: float,
+    parameters: Sequence[float], time: float, more: Sequence[Array],
+) -> tuple[float, Vector]:  # fmt: skip
+    """Return the tangent of the time of a root by the implicit function theorem, and the derivative of the state there.
+
+    `w`: the weights of stages at the fraction x of the step. `more`: the tangents that `dcondition` takes.
+    """
+    spec, at, rate, value, slope = kernel.spec, state(kernel.spec), state(kernel.spec), vector(1), vector(1)
+    r = dense_rates(spec, x)
+    for c in spec.components:
+        at[c] = inside(spec, w, [lane.k[n, c] for n in spec.interpolating], lane.u[c], size)
+        rate[c] = rounded(spec, total(r[n] * lane.k[n, c] for n in spec.interpolating))
+    for n in static(events):
+        if e == n:
+            inputs = at, parameters, rounded(spec, time)
+            kernel.call(f"dcondition{n}", (value,), *inputs, *more)
+            kernel.call(f"rate{n}", (slope,), *inputs, rate, spec.real(1.0))
+    return -value[0] / slope[0], rate
 
 
 @inlined
@@ -307,7 +349,7 @@ def store_stops(kernel: Kernel, lane: ForwardLane, i: int, events: Sequence[int]
     together = len(events) > 1 and not kernel.spec.on_gpu
     for e in range(len(kernel.spec.events)) if together else static(events):
         if not together or is_one_of(events, e):
-            store_root(kernel, lane, i, e, first, tn)
+            store_root(kernel, lane, i, e, first, tn, events)
 
 
 @inlined

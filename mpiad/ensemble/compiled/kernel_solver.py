@@ -13,6 +13,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, is_complex, parts, row_parts
 from mpiad.compiling.cache import kernels_of
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.event_kernel import stops
 from mpiad.ensemble.compiled.forward_kernel import layout_of
 from mpiad.ensemble.compiled.kernel_fields import Layout
 from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, MOST_SCALARS, KernelSpec, kernel_spec_of
@@ -66,14 +67,14 @@ class Solver:
 
     def _spec_for(self, inputs: Batch) -> KernelSpec:
         """Return the spec of the forward kernel, which propagates tangents of the traced parts of `given` or records."""
-        # At roots of conditions the end times depend on all inputs.
+        # If steps begin at roots of conditions, their times depend on all inputs.
         spec, acting = self.spec, self.settings.acting
-        times_vary = isbox(inputs.start) or isbox(inputs.end) or self.settings.events
+        times_vary = isbox(inputs.start) or isbox(inputs.end) or (spec.limited and stops(spec))
         times_vary = times_vary or (acting is not None and (acting.varies or spec.in_pairs))
         if inputs.traced and not (self.saves_every_step or times_vary):
             if inputs.forward and self.settings.gradient != "adjoint":
                 spec = self._with_seeds(inputs)
-            elif not spec.tableau.implicit:
+            elif not spec.tableau.implicit and not spec.events:
                 self.directions = self.traced.carried(inputs, self.settings.gradient)  # otherwise an adjoint
                 spec = spec._replace(directions=self.directions)
         # One kernel of large states, which takes long to compile, solves with and without a record.
@@ -153,6 +154,7 @@ class Solver:
             rows = rows[in_order(rows.T)]
             outcome.event_table = rows[:, :EVENT_COLUMNS].T
             at_conditions = rows[:, EVENT_COLUMNS:]  # the states at events, if recorded
+            outcome.event_tangents = at_conditions.T if spec.directions else None
         if settings.acting is not None:
             if record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
@@ -276,7 +278,7 @@ class _Launch:
         lanes, size = spec.lanes, (stop - first) * _STEPS if self._record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events) * (spec.points + 1)
-        columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
+        columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else len(spec.directions))
         crossings = np.empty((_EVENT_ROWS + most_events, columns))
         layout = layout_of(spec)
         lane = *layout.buffers(spec.dtype), *layout.integers(), state, self.counter

@@ -22,7 +22,7 @@ from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
 # The number of columns of the table of events that CPU kernels write: the trajectory, the event, the step (from 0), the
 # fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
-# at the event follow.
+# at the event follow; in a solve with tangents, the tangents of the time.
 EVENT_COLUMNS = 5
 # Up to this number, CPU kernels pass parameters to f, and get cotangents of parameters from it, as scalars; parameters per
 # trajectory in any number, if states are scalars or f reads tables.

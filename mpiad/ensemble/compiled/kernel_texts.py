@@ -142,6 +142,8 @@ def _programs(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
         if kind == "seed":
             programs |= _products(programs, wrt)
             programs |= {f"daffect{e}": simplify(jvp(affect, wrt)) for e, affect in affects}
+            programs |= {f"dcondition{e}": simplify(jvp(g, wrt)) for e, g in conditions}
+            programs |= {f"rate{e}": simplify(jvp(g, {"state": None, "time": None})) for e, g in conditions}
             continue
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         for name, function in ((f"df{i}", program), *((f"df{i}_affect{e}", affect) for e, affect in affects)):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad.compiling.folding import inlined, static
-from mpiad.compiling.kernel_language import Row, lanes, total, vector, where
-from mpiad.ensemble.compiled.event_kernel import beside
+from mpiad.compiling.kernel_language import Row, lanes, total, where
+from mpiad.ensemble.compiled.event_kernel import beside, shift_of_root
 from mpiad.ensemble.compiled.kernel_fields import (
     Booleans,
     DirectionLane,
@@ -480,7 +480,7 @@ def set_inside(kernel: Kernel, lane: TangentLane, w: Vector, out: Vector) -> Non
 
 @inlined
 def push_root(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j: int, n: int) -> None:
-    """Write the tangent of the time of an event, by the implicit function theorem.
+    """Write the tangent of the time of an event.
 
     A step that the event has cut short is differentiated as a full step, in which the fraction of the event moves.
     """
@@ -491,21 +491,12 @@ def push_root(kernel: Kernel, lane: TangentLane, along: DirectionLane, i: int, j
         kernel.call("f", (end,), step.y[last], step.parameters, stage_time(spec, last, step))
         copy(spec, Row(lane.k, last), end)
     x = arrays.crossings[n, 3]
-    w, r = dense_weights(spec, x), dense_rates(spec, x)
-    at, rate, du = state(spec), state(spec), state(spec)
-    for c in spec.components:
-        at[c] = inside(spec, w, [lane.k[m, c] for m in spec.interpolating], lane.u[c], step.size)
-        rate[c] = rounded(spec, total(r[m] * lane.k[m, c] for m in spec.interpolating))
+    w, du, events = dense_weights(spec, x), state(spec), range(len(spec.events))
     set_inside(kernel, lane, w, du)
     moved = lane.before_time + x * lane.dh if spec.timed else 0.0
-    time, value, slope = rounded(spec, arrays.crossings[n, 4]), vector(1), vector(1)
-    more = (*seeds.at_time(rounded(spec, moved)), *seeds.index)
-    for e, _ in static(enumerate(spec.events)):
-        if arrays.crossings[n, 1] == e:
-            inputs = (at, step.parameters, time)
-            kernel.call(f"dcondition{e}", (value,), *inputs, du, *more)
-            kernel.call(f"rate{e}", (slope,), *inputs, rate, spec.real(1.0))
-    late = -value[0] / slope[0]
+    more = (du, *seeds.at_time(rounded(spec, moved)), *seeds.index)
+    inputs = w, step.size, step.parameters, arrays.crossings[n, 4], more
+    late, rate = shift_of_root(kernel, lane, events, arrays.crossings[n, 1], x, *inputs)
     dtime = moved + late
     if arrays.crossings[n, CROSSED] >= 0.0:
         arrays.dcrossed[j, np.int64(arrays.crossings[n, CROSSED])] = dtime

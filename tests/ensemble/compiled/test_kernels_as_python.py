@@ -153,10 +153,11 @@ def test_the_tangent_kernel(as_python, alg, name):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P(), Rosenbrock23()], ids=lambda alg: type(alg).__name__)
-def test_tangents_with_the_solve(as_python, alg):
+@pytest.mark.parametrize("name", ["none", "ending"])
+def test_tangents_with_the_solve(as_python, alg, name):
     def results(x):
-        sol = solve(ensemble(x[0], x[1]), alg, saveat=[0.25, 0.7], compile=True)
-        return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+        sol = solve(ensemble(x[0], x[1]), alg, events=EVENTS[name], saveat=[0.25, 0.7], compile=True)
+        return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end), anp.ravel(sol.t_reached)])
 
     compiled, python = as_python(lambda: mpiad.jvp(results, (U0, P), (np.cos(U0), np.sin(P)))[1])
     np.testing.assert_array_equal(python, compiled)
