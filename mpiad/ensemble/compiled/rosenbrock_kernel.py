@@ -257,14 +257,14 @@ def add_entries(
 
 
 @inlined
-def solve(kernel: Kernel, matrix: Matrix, x: Vector, transposed: bool = False) -> None:
-    """Replace a right-hand side by the solution with W, or with its transpose."""
+def solve(kernel: Kernel, matrix: Matrix, x: Vector, transposed: bool = False, fused: bool = False) -> None:
+    """Replace a right-hand side by the solution with W, or with its transpose; `fused`: whether products may use `fma`."""
     lu = matrix.lu
     if not isinstance(lu, LoopedLU):
         if transposed:
             solve_transposed_unrolled(lu, matrix.w, matrix.swaps, x)
         else:
-            solve_unrolled(lu, matrix.w, matrix.swaps, x)
+            solve_unrolled(lu, matrix.w, matrix.swaps, x, fused)
     elif kernel.spec.rolled:
         # Each of these functions is compiled once.
         array, start = kernel.lu
@@ -320,19 +320,24 @@ def factorize_unrolled(lu: UnrolledLU, w: Array, swaps: Array, zero: float, one:
                 w[i, j] = (w[i, j] if is_entry else zero) - w[i, k] * w[k, j]
 
 
+def eliminated(x: float, factor: float, y: float, fused: bool) -> float:
+    """Return x - factor * y."""
+    return fma(-factor, y, x) if fused else x - factor * y
+
+
 @inlined
-def solve_unrolled(lu: UnrolledLU, w: Array, swaps: Array, x: Vector) -> None:
+def solve_unrolled(lu: UnrolledLU, w: Array, swaps: Array, x: Vector, fused: bool) -> None:
     """Replace a right-hand side by the solution."""
     for k, below, _ in static(lu.pivots):
         for i, _ in static(below):
             exchange(x, k, i, swaps[k, i])
         for i, _ in static(below):
-            x[i] = x[i] - w[i, k] * x[k]
+            x[i] = eliminated(x[i], w[i, k], x[k], fused)
     for n, k in static(reversed([*enumerate(lu.order)])):
         x[k] = x[k] * w[k, k]
         for i in static(lu.order[:n]):
             if k in lu.rows[i]:
-                x[i] = x[i] - w[i, k] * x[k]
+                x[i] = eliminated(x[i], w[i, k], x[k], fused)
 
 
 @inlined
@@ -458,16 +463,16 @@ def right_hand_side(spec: KernelSpec, matrix: Matrix, k: Sequence[Vector], i: in
 
 
 @inlined
-def add_coupling(spec: KernelSpec, k: Sequence[Vector], i: int) -> None:
+def add_coupling(spec: KernelSpec, k: Sequence[Vector], i: int, fused: bool = False) -> None:
     """Add Σ C_ij k_j to the right-hand side of stage i, multiplied by the mass matrix."""
     coupled = spec.rosenbrock.coupling[i - 1]
     if any(coupled) and spec.mass is None:
         for c in spec.components:
-            k[i][c] = k[i][c] + weighted(spec, coupled, k, c)
+            k[i][c] = k[i][c] + weighted(spec, coupled, k, c, fused)
     elif any(coupled):
         sums = state(spec)
         for c in spec.components:
-            sums[c] = weighted(spec, coupled, k, c)
+            sums[c] = weighted(spec, coupled, k, c, fused)
         for row, c, value in static(spec.mass or ()):
             k[i][row] = k[i][row] + spec.real(value) * sums[c]
 
@@ -492,9 +497,9 @@ def rosenbrock_tangents(
             tangent_argument(spec, along, i, dk, du, step, seeds)
         inputs = (y, step.parameters, stage_time(spec, i, step), along, *seeds.at(spec, i), *seeds.index)
         kernel.call("df", (dk[i],), *inputs)
-        add_coupling(spec, dk, i)
+        add_coupling(spec, dk, i, True)
         add_products(spec, moved, step.k[i], spec.real(spec.rosenbrock.slopes[i - 1]), dk[i])
-        solve(kernel, matrix, dk[i])
+        solve(kernel, matrix, dk[i], fused=True)
     tangent_argument(spec, dnew, spec.stages, dk, du, step, seeds)
 
 
