@@ -127,9 +127,9 @@ class BlockBuilder:
         self.blocks.append(block)
         self.current = block
 
-    def jump(self, block: Block) -> None:
+    def jump(self, block: Block, metadata: str = "") -> None:
         """End the current block, unless it has ended."""
-        self._end(f"br label %{block.label}")
+        self._end(f"br label %{block.label}{metadata}")
 
     def branch(self, condition: Value, yes: Block, no: Block) -> None:
         """End the current block with a conditional branch."""

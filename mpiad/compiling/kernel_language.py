@@ -76,7 +76,7 @@ def lanes(count: int) -> Any:
 
 
 def attribute(name: str) -> Expression | None:
-    """Set an attribute of the kernel, "aligned_stack" or "wide_vectors"."""
+    """Set an attribute of the kernel: "aligned_stack", "wide_vectors", or "rolled_loops" not to unroll constant ranges."""
     return expression(name) if is_folding() else None
 
 

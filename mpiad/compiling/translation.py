@@ -190,6 +190,10 @@ _BYTES = {SINGLE: 4, DOUBLE: 8}
 VECTOR = 8  # the length of vectors in loops over lanes; n must be a multiple of it
 _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
+# The metadata of a loop that is vectorized, but not unrolled.
+_ROLLED = """!0 = distinct !{!0, !1, !2}
+!1 = !{!"llvm.loop.unroll.disable"}
+!2 = !{!"llvm.loop.interleave.count", i32 1}"""
 
 
 def translated(
@@ -216,6 +220,7 @@ class _Module:
         self.defined, self.fast, self.linked = defined, fast, linked
         self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
+        self.latch = ""  # the metadata of loops of constant length
         self.tables: dict[str, str] = {}  # the names of constant arrays, by type and entries
         self._translations: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
@@ -549,6 +554,9 @@ class _Function:
                     self.attributes += f" {_ALIGNED}"
                 case ast.Expr(value=ast.Call(func=ast.Name(id="wide_vectors"))):
                     self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
+                case ast.Expr(value=ast.Call(func=ast.Name(id="rolled_loops"))):
+                    self._module.latch = ", !llvm.loop !0"
+                    self._module.declared["!llvm.loop"] = _ROLLED
                 case ast.Expr(value=ast.Call(func=ast.Name(id="fetched"), args=[table, index])):
                     self._prefetch(table, index)
                 case ast.Expr(value=ast.Call() as call):
@@ -705,7 +713,8 @@ class _Function:
         self._loop_body(nodes, after)
         next = build.name(f"add nsw i64 {current.text}, {step}")
         build.do(f"store i64 {next}, ptr {counter}")
-        build.jump(again)
+        is_constant = all(isinstance(x, ast.Constant) for x in bounds)
+        build.jump(again, self._module.latch if is_constant else "")
         build.enter(after)
 
 

@@ -213,6 +213,17 @@ def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide
     assert ('"prefer-vector-width"="512"' in attributes_after("wide_vectors")) == wide
 
 
+def test_constant_ranges_of_kernels_with_many_loops_are_not_unrolled():
+    loops = "    for i in range(100):\n        x[i] += 1.0\n    for i in range(x.size):\n        x[i] *= 2.0\n"
+    text, plain = (f"def run(x):\n{call}{loops}" for call in ("    rolled_loops()\n", ""))
+    ir, plain_ir = (translated(t, "run", arguments_of("void(float64[::1])")) for t in (text, plain))
+    assert ir.count("!llvm.loop !0") == 1 and "!llvm.loop" not in plain_ir
+    x = np.arange(130.0)
+    kernel = Source(text, "run", "void(float64[::1])")
+    loaded(*code_of([kernel]), [kernel.signature])[0](x)
+    np.testing.assert_array_equal(x, 2.0 * (np.arange(130.0) + (np.arange(130) < 100)))
+
+
 def sources(f, condition=None):
     """Return a forward and a reverse kernel's texts."""
 

@@ -155,6 +155,8 @@ def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays:
     attribute("aligned_stack")
     if is_wide:
         attribute("wide_vectors")
+    if spec.has_long_loops:
+        attribute("rolled_loops")
     kernel = kernel_of(spec, call, arrays, layout.reserved)
     next_id, vacant_lanes, stop, turns = arrays.state[0], arrays.state[1], arrays.state[4], arrays.state[5]
     row = arrays.state[2]

@@ -30,6 +30,8 @@ MOST_SCALARS = 64
 # States of CPU kernels with more components are arrays on the stack, processed by loops; others are scalars. Loops compile
 # faster, but scalars remain in registers. The second number is that of Rosenbrock methods.
 MOST_UNROLLED = (32, 16)
+# Loops over more components aren't unrolled. With 40 components that would take up to 5 % more time, with 94 hardly any.
+LONG_LOOPS = 64
 
 
 class KernelSpec(NamedTuple):
@@ -140,6 +142,11 @@ class KernelSpec(NamedTuple):
     def rolled(self) -> bool:
         """Whether states are arrays in CPU kernels."""
         return self.d > MOST_UNROLLED[self.tableau.implicit] and not self.in_pairs and not self.on_gpu
+
+    @property
+    def has_long_loops(self) -> bool:
+        """Whether loops over components gain nothing from being unrolled, which would double the compile time."""
+        return self.rolled and self.d > LONG_LOOPS
 
     @property
     def sided(self) -> list[int]:

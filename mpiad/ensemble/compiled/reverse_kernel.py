@@ -155,6 +155,8 @@ def visit_steps(kernel: Kernel, is_wide: bool, visits: Visits) -> None:
     attribute("aligned_stack")
     if is_wide:
         attribute("wide_vectors")
+    if spec.has_long_loops:
+        attribute("rolled_loops")
     first, next_id, vacant_lanes, turns = arrays.state[0], arrays.state[1], arrays.state[2], arrays.state[3]
     while True:
         if vacant_lanes > 0 and next_id >= first:
