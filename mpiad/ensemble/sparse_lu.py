@@ -59,14 +59,30 @@ class BandedLU:
 LU: TypeAlias = "ColumnLU | BandedLU | SparseLU"
 
 
+def reverse_cuthill_mckee(pattern: Places, d: int) -> Array:
+    """Return the reverse Cuthill-McKee order of the symmetrized pattern."""
+    # That of `scipy.sparse.csgraph`, whose import takes as long as the compilation of a small kernel.
+    neighbors: list[set[int]] = [set() for _ in range(d)]
+    for i, j in zip(pattern.rows.tolist(), pattern.columns.tolist()):
+        neighbors[i].add(j)
+        neighbors[j].add(i)
+    degrees = [len(others) + (i in others) for i, others in enumerate(neighbors)]
+    order, rest = list[int](), set(range(d))
+    for start in np.argsort(np.array(degrees, np.int32)).tolist():
+        following, place = {start} & rest, len(order)
+        while following or place < len(order):
+            order += sorted(following, key=lambda i: (degrees[i], i))
+            rest -= following
+            following = neighbors[order[place]] & rest
+            place += 1
+    return np.array(order[::-1])
+
+
 class Banded:
     """A pattern with a small bandwidth, in reverse Cuthill-McKee order."""
 
     def __init__(self, pattern: Places, d: int):
-        ones = scipy.sparse.csr_array((np.ones(len(pattern.rows)), pattern), (d, d))
-        self.order = scipy.sparse.csgraph.reverse_cuthill_mckee(
-            scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True
-        ).astype(np.int64)
+        self.order = reverse_cuthill_mckee(pattern, d)
         row, column = (np.argsort(self.order)[indices] for indices in pattern)
         self.lower, self.upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
         # Entry (i, j) is at [j, lower + upper + i - j]; row exchanges need `lower` further diagonals.

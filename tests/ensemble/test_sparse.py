@@ -29,7 +29,7 @@ from mpiad.ensemble import (
     steady_state,
 )
 from mpiad.ensemble.column_lu import Mass, Places
-from mpiad.ensemble.sparse_lu import Banded, StepMatrices
+from mpiad.ensemble.sparse_lu import Banded, StepMatrices, reverse_cuthill_mckee
 from mpiad.ensemble.sparsity import groups_of
 
 WORLD = MPI.COMM_WORLD
@@ -265,6 +265,18 @@ def test_a_trajectory_without_a_solution_fails_alone(compile):
     expected, found = (solve(remake(ensemble(fisher), p=x), Rodas5P(), compile=compile, **LOOSE) for x in (P, p))
     assert found.retcode.tolist() == ["Success", "Unstable", "Success"]
     assert found.u_end[[0, 2]].tobytes() == expected.u_end[[0, 2]].tobytes()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("d", [1, 7, 94])
+@pytest.mark.parametrize("density", [0.0, 0.03, 0.3])
+def test_the_order_of_unknowns_is_that_of_scipy(d, density):
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        matrix = (rng.random((d, d)) < density) | np.diag(rng.random(d) < 0.7)
+        pattern = scipy.sparse.csr_array(matrix | matrix.T)
+        expected = scipy.sparse.csgraph.reverse_cuthill_mckee(pattern, symmetric_mode=True)
+        np.testing.assert_array_equal(reverse_cuthill_mckee(Places(*np.nonzero(matrix)), d), expected)
 
 
 @pytest.mark.serial
