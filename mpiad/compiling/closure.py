@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import re
 import sys
 from abc import ABCMeta
-from collections import deque, namedtuple
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
@@ -458,13 +459,18 @@ _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"
 _PAIR = re.compile(r"((?:LOAD|STORE)_FAST\w*?)_((?:LOAD|STORE)_FAST\w*)")  # since Python 3.13 one instruction for two names
 
 
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+
+
 def _chains(code: CodeType) -> list[_Chain]:
     """Return a code object's instructions: operation, argument, and the chain of attributes read from the result.
 
-    The instructions of a call ``super()`` are one, with the operation "SUPER".
+    The instructions of a call ``super()`` are one, with the operation "SUPER". For aliases see `_without_aliases`.
     """
     chains: list[tuple[str, Any, list[str]]] = []
     for instruction in dis.get_instructions(code):
+        if instruction.is_jump_target and instruction.opname.startswith("STORE_FAST"):
+            chains.append(("JOIN", None, []))  # the value is that of either branch, as in `d = a or b`
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
             statement = "an import statement" if instruction.opname == "IMPORT_NAME" else "the definition of a class"
             raise Unknown(f"{statement} in {code.co_name}, which should stand outside of the function")
@@ -480,7 +486,35 @@ def _chains(code: CodeType) -> list[_Chain]:
             continue
         else:
             chains.append((instruction.opname, instruction.argval, []))
-    return [(operation, name, tuple(attributes)) for operation, name, attributes in chains]
+    return _without_aliases(code, [(operation, name, tuple(attributes)) for operation, name, attributes in chains])
+
+
+def _without_aliases(code: CodeType, chains: list[_Chain]) -> list[_Chain]:
+    """Return chains with ``self.data.dx`` in place of ``d.dx`` if ``d = self.data`` is the only assignment of d.
+
+    Since objects from outside don't change during a call, the alias d is the object that ``self.data`` is at its use.
+    """
+    flags, loads_of_variables = code.co_flags, (*_LOADS, "LOAD_DEREF")
+    arguments = code.co_argcount + code.co_kwonlyargcount
+    arguments += bool(flags & inspect.CO_VARARGS) + bool(flags & inspect.CO_VARKEYWORDS)
+    from_outside = (*code.co_varnames[: min(arguments, 1)], *code.co_freevars)
+    changes = Counter(name for operation, name, _ in chains if "_FAST" in operation and operation not in _LOADS)
+    changes.update(code.co_varnames[:arguments])
+    first_load = {name: k for k, (operation, name, _) in reversed([*enumerate(chains)]) if operation in _LOADS}
+    aliases: dict[str, _Chain] = {}
+    result: list[_Chain] = []
+    for k, (operation, name, attributes) in enumerate(chains):
+        if operation in _LOADS and name in aliases:
+            root, variable, first = aliases[name]
+            result.append((root, variable, first + attributes))
+            continue
+        if operation == "STORE_FAST" and changes[name] == 1 and first_load.get(name, -1) > k:
+            root, variable, _ = result[-1]
+            if root == "LOAD_GLOBAL" or root in loads_of_variables and variable in from_outside:
+                aliases[name] = result.pop()
+                continue
+        result.append((operation, name, attributes))
+    return result
 
 
 def _nested(code: CodeType) -> list[CodeType]:

@@ -231,7 +231,7 @@ CASES = {
     "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
     "absent": absent,
 }  # fmt: skip
-UNKNOWN = ("property", "self assigned", "handed on", "renamed", "computed")
+UNKNOWN = ("property", "self assigned", "handed on", "computed")
 by_attribute.a = 2.0
 
 
