@@ -753,7 +753,9 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 
 {refused}.
 
-The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve` and `ptp` say what to write instead.
+The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve` and `ptp` say what to write instead, as do
+those of `linalg.norm` of a matrix. For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and
+`linalg.norm(x)` for `linalg.norm(x, 2)`.
 For functions of SciPy that `autograd.scipy` doesn't have, see [filters of SciPy](../sharp_bits.md#a-filter-of-scipy).
 """
 

@@ -223,6 +223,14 @@ def _transposed(x: Array) -> Array:
     return anp.swapaxes(x, -1, -2)
 
 
+# Norms of matrices without a rule.
+_IN_PLACE_OF_NORMS = {
+    1: ": write np.max(np.sum(np.abs(x), axis=0)), or for one column np.sum(np.abs(x))",
+    2: ": write np.max(np.linalg.svd(x, compute_uv=False)), or for one column np.linalg.norm(x)",
+    np.inf: ": write np.max(np.sum(np.abs(x), axis=1)), or for one row np.sum(np.abs(x))",
+}
+
+
 def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return the derivative of a norm with respect to each element, and the arguments by name."""
     named = bound(fun, "x ord axis keepdims", args, kwargs)
@@ -238,7 +246,8 @@ def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
         left, _, right = checked(fun, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
         return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes) * (kept / norm), named
     if of_matrix or not order >= 1:
-        raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
+        advice = _IN_PLACE_OF_NORMS.get(order, "") if of_matrix else ""
+        raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}{advice}")
     if order == np.inf:
         largest = anp.abs(x) == kept
         return anp.conj(x) / norm * (largest / anp.sum(largest, axis=axis, keepdims=True)), named

@@ -343,6 +343,23 @@ def test_what_has_no_rule_is_refused_by_name(fun, said):
         mpiad.grad(lambda x: np.sum(fun(x)))(A)
 
 
+@pytest.mark.parametrize("order", [1, 2, np.inf])
+@pytest.mark.parametrize("form", ["matrix", "vector"])
+def test_the_error_of_a_norm_of_a_matrix_names_what_to_write(order, form):
+    """The expressions of the message have NumPy's values, and derivatives that agree with its difference quotients."""
+    x = A if form == "matrix" else A[:1] if order == np.inf else A[:, :1]
+    v = numpy.ones_like(x) * 0.1 + 0.2 * x
+    with pytest.raises(NotImplementedError, match=r"write (.*), or for one (?:column|row) (.*)\.") as caught:
+        mpiad.grad(lambda x: linalg.norm(x, order))(x)
+    _, _, texts = str(caught.value).partition("write ")
+    text = texts.rstrip(".").split(", or for one ")[form == "vector"].removeprefix("column ").removeprefix("row ")
+    value, slope = mpiad.jvp(lambda x: eval(text, {"np": np, "x": x}), x, v)
+    close(value, numpy.linalg.norm(x, order))
+    close(slope, (numpy.linalg.norm(x + 1e-6 * v, order) - numpy.linalg.norm(x - 1e-6 * v, order)) / 2e-6, 1e-8)
+    gradient = mpiad.grad(lambda x: eval(text, {"np": np, "x": x}))(x)
+    close(numpy.sum(gradient * v), slope)
+
+
 def test_a_singular_matrix_stays_numpys_error():
     with pytest.raises(numpy.linalg.LinAlgError):
         mpiad.grad(lambda x: linalg.slogdet(x)[1])(numpy.zeros((2, 2)))
