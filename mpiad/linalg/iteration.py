@@ -108,6 +108,7 @@ def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, conver
     else:
         problem = f"it stalls: the residual{name} stays at {norm:.3e}, but must fall to {target:.3e}"
         advice = f"Try a larger restart, a better preconditioner, or another method. {ADVICE_FOR_COPIES}"
+        advice = f"{advice} {system.settings.advice}".rstrip()
     cause = diagnosis(system)
     system.fail(f"{problem}: {cause}" if cause else f"{problem}. {advice}")
 
@@ -127,8 +128,8 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
     if system.iterations >= system.limit:
         target = math.hypot(*(targets * system.units).tolist())
         problem = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
-        cause = diagnosis(system)
-        system.fail(f"{problem}: {cause}" if cause else problem)
+        cause, advice = diagnosis(system), system.settings.advice if system.settings.maxiter is None else ""
+        system.fail(f"{problem}: {cause}" if cause else f"{problem}. {advice}".rstrip())
 
 
 def forcing_term(before: float, ratio: float, largest: float) -> float:

@@ -59,6 +59,10 @@ _SMALL = 1e6  # multiple of the level of rounding below which the residual may b
 _ENOUGH = (
     " If a residual of {:.3e} is small enough, pass a larger atol=. The Jacobian is singular if solutions aren't isolated."
 )
+_ADVICE = (
+    "Is the residual zero in some entries for every u, as in boundary cells that the step of a fixed point doesn't change? "
+    "Prescribe their values in the residual, as in np.where(boundary, u - prescribed, step(u) - u)."
+)
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)`` returns the linear system with the Jacobian at u, which is solved to the tolerance `rtol`."""
@@ -140,7 +144,7 @@ def _newton_step(
     # If a step is very long, one more product shows whether the Jacobian is singular to working precision.
     if lengths[0] > _LONG_STEP * (lengths[1] + lengths[2]):
         if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
-            system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
+            system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear) or _ADVICE}")
     return step
 
 
@@ -269,7 +273,9 @@ def newton(
     comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
-    linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
+    linear = settings._replace(
+        rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None, advice=_ADVICE
+    )
     start = stop_gradient(u0)
 
     def check() -> dict[str, object]:

@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
     probe: bool = True  # whether to check if the null space contains constants; False in solves of derivatives
+    advice: str = ""  # a sentence on a likely cause if an operator is singular, for error messages
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False

@@ -308,6 +308,45 @@ def test_the_message_names_atol_if_the_residual_is_small(size):
     assert "atol" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("method", "problem"), [("gmres", "it stalls"), ("bicgstab", "within maxiter=")])
+def test_a_step_that_keeps_its_boundary_cells(rank, size, method, problem):
+    """The residual of the step has no entry for the boundary, so its Jacobian is singular; the error says what to write.
+
+    Reference: the stationary heat equation -0.4 u" = f between 0 and 0 has u_i = f i (n - 1 - i) / 0.8 at n points.
+    """
+    domain = Domain(12)
+    i = np.arange(12.0)[domain.owned]
+    boundary, exact = (i == 0) | (i == 11), i * (11 - i) / 0.8
+
+    def step(u, f):
+        v = domain.exchange(u)
+        return anp.where(boundary, u, u + 0.4 * (v[2:] - 2 * u + v[:-2]) + f)
+
+    def loss(f, residual):
+        return domain.sum((newton(residual, 0.01 * exact, f, method=method) - 0.2) ** 2)
+
+    advice = (
+        f"{method}: .*{problem}.* Prescribe their values in the residual, as in np.where.boundary, u - prescribed, step"
+    )
+    with pytest.raises(ConvergenceError, match=advice):
+        mpiad.grad(lambda f: loss(f, lambda u, f: step(u, f) - u))(0.01)
+    expected = domain.sum(2 * (0.01 * exact - 0.2) * exact)
+    for residual in (
+        lambda u, f: anp.where(boundary, u, step(u, f) - u),
+        lambda u, f: anp.where(boundary, 0.0, step(u, f)) - u,
+    ):
+        slope = mpiad.grad(lambda f, residual=residual: loss(f, residual), shared=True)(0.01)
+        np.testing.assert_allclose(slope, expected, rtol=1e-8)
+
+
+def test_only_newton_advises_on_residuals():
+    domain = Domain(12, periodic=True)
+    b = np.where(np.arange(12)[domain.owned] == 0, 1.0, 0.0)
+    with pytest.raises(ConvergenceError, match="gmres: it stalls") as caught:
+        mpiad.linalg.solve(lambda u: domain.exchange(u)[:-2], b, method="gmres", restart=4)
+    assert "Prescribe" not in str(caught.value)
+
+
 def test_complex_root(rank_rng):
     domain, rng = Domain(7), rank_rng(100)
     b = (rng.standard_normal(7) + 1j * rng.standard_normal(7))[domain.owned]
