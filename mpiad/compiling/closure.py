@@ -510,7 +510,8 @@ def _without_aliases(code: CodeType, chains: list[_Chain]) -> list[_Chain]:
             continue
         if operation == "STORE_FAST" and changes[name] == 1 and first_load.get(name, -1) > k:
             root, variable, _ = result[-1]
-            if root == "LOAD_GLOBAL" or root in loads_of_variables and variable in from_outside:
+            is_from_outside = root in loads_of_variables and variable in from_outside and changes[variable] <= 1
+            if root == "LOAD_GLOBAL" or is_from_outside:
                 aliases[name] = result.pop()
                 continue
         result.append((operation, name, attributes))
