@@ -3,9 +3,9 @@
 A backward program is linear in the cotangents. `Batched` derives a program in which the cotangents, and all arrays that
 depend on them, have a first axis for the lanes.
 
-A communication takes the arrays of all lanes at once if it does so without a program (`Step.combined`). Otherwise there
-is no program for several lanes, since other ranks may run theirs without one. A function that NumPy runs on whole arrays is
-called once per lane.
+A communication takes the arrays of all lanes at once if it does so without a program (`Step.combined`). Otherwise it is
+made once per lane, as without a program, since other ranks may run theirs without one. A function that NumPy runs on whole
+arrays is called once per lane.
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ class Batched:
     def _communication(self, node: Node, shape: Shape) -> int:
         call: Step = node.data
         first, *others = node.inputs or (-1,)
-        takes_lanes = call.combined and call.kind in ("communicate", "operate") and call.args[:1] == (Slot(0),)
-        if not takes_lanes or node.dtype == object or call.kind == "communicate" and is_numbered(call.args[1]):
+        if call.kind not in ("communicate", "operate") or call.args[:1] != (Slot(0),) or node.dtype not in COMPUTED:
+            raise NotImplementedError
+        if not call.combined:
+            return self._communication_per_lane(node)
+        if call.kind == "communicate" and is_numbered(call.args[1]):
             raise NotImplementedError
         # The cotangent of a result on which nothing depends is the number zero. Interpreted lanes send it per lane, too.
         is_zero = first not in self.with_lanes and self.old.nodes[first].kind == "number"
@@ -122,6 +125,17 @@ class Batched:
             raise NotImplementedError
         inputs = [self._over_lanes(first), *[self.numbers[x] for x in others]]
         return self.program.add("communicate", inputs, shape, node.dtype, call)
+
+    def _communication_per_lane(self, node: Node) -> int:
+        program, made = self.program, list[int]()
+        for lane in range(self.lanes):
+            inputs = [self.numbers[x] for x in node.inputs]
+            for k, x in enumerate(node.inputs):
+                if x in self.with_lanes:
+                    inputs[k] = program.reshape(program.slice(inputs[k], 0, lane, lane + 1), self.old.nodes[x].shape)
+            x = program.add("communicate", inputs, node.shape, node.dtype, node.data)
+            made.append(program.reshape(x, (1, *node.shape)))
+        return program.join(made, 0)
 
 
 def _per_lane(call: Step, with_lanes: Sequence[bool], lanes: int) -> Step:

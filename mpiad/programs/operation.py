@@ -169,6 +169,7 @@ class CompiledOperation:
                 count(self.entry.communications)
                 note_channels(self.channels)
                 replay = batched.replays.take()
+                replay.numbers.known = numbers
                 made = replay.first(*residuals, *map(_stacked, zip(*lanes)))
                 batched.replays.give_back(replay)
                 return [self.entry.leaves([x[k] for x in made]) for k in range(len(lanes))]

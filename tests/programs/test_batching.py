@@ -107,19 +107,29 @@ def test_products_with_the_hessian(programs, rank, size, rank_rng):
     assert len(programs) == 2 * is_compiled(rank) and None not in programs
 
 
-@pytest.mark.parametrize("kind", ["exchange", "sum"])
+@pytest.mark.parametrize("kind", ["exchange", "sum", "scan"])
 def test_messages_that_are_not_combined(kind, programs, rank, size, rank_rng):
-    """Each direction has its own messages, in the order of the interpreted function, so there is no program for all."""
+    """Each direction has its own messages, in the order of the interpreted function."""
+
+    def communicated(cube):
+        if kind == "exchange":
+            return mpiad.mpi_exchange(cube, (rank + 1) % size, (rank - 1) % size)
+        return mpiad.mpi_sum(cube) if kind == "sum" else mpiad.mpi_scan(cube)
 
     def fun(x):
-        y, cube = mpiad.mpi_allreduce(x**2), x**3
-        return y * (
-            mpiad.mpi_exchange(cube, (rank + 1) % size, (rank - 1) % size) if kind == "exchange" else mpiad.mpi_sum(cube)
-        )
+        y = mpiad.mpi_allreduce(x**2)
+        return y * communicated(x**3) + communicated(anp.sin(y) * x)
 
     def outputs(xs):
-        sums = [sum([x**3 for x in xs]) * (r == 0) for r in range(size)]
-        return [sum([x**2 for x in xs]) * (xs[r - 1] ** 3 if kind == "exchange" else sums[r]) for r in range(size)]
+        y = sum([x**2 for x in xs])
+
+        def received(sent):
+            if kind == "exchange":
+                return [sent[r - 1] for r in range(size)]
+            return [sum(sent) * (r == 0) if kind == "sum" else sum(sent[: r + 1]) for r in range(size)]
+
+        pairs = zip(received([x**3 for x in xs]), received([anp.sin(y) * x for x in xs]))
+        return [y * first + second for first, second in pairs]
 
     xs = [rank_rng(r).standard_normal(2) for r in range(size)]
     dense, vs = jacobian(outputs, xs), [directions(xs, seed) for seed in (1, 2, 3)]
@@ -127,7 +137,7 @@ def test_messages_that_are_not_combined(kind, programs, rank, size, rank_rng):
     point = mpiad.linearize(mpiad.jit(fun, strict=True) if is_compiled(rank) else fun)(xs[rank])
     assert_close(point.jvp(mine, batch=True), np.stack([pieces(dense @ flat(v), xs)[rank] for v in vs]))
     assert_close(point.vjp(mine, batch=True), np.stack([pieces(dense.T @ flat(v), xs)[rank] for v in vs]))
-    assert len(programs) == 2 * is_compiled(rank) and not any(programs)
+    assert len(programs) == 2 * is_compiled(rank) and None not in programs
 
 
 def test_sums_on_which_a_rank_does_not_depend(programs, rank, size, rank_rng):
