@@ -323,9 +323,17 @@ def push_root(kernel: Kernel, lane: ForwardLane, events: Sequence[int], e: int, 
 
 @inlined
 def shift_of_root(
-    kernel: Kernel, lane: ForwardLane | TangentLane, events: Sequence[int], e: int, x: float, w: Vector, size: float,
-    parameters: Sequence[float], time: float, more: Sequence[Array],
-) -> tuple[float, Vector]:  # fmt: skip
+    kernel: Kernel,
+    lane: ForwardLane | TangentLane,
+    events: Sequence[int],
+    e: int,
+    x: float,
+    w: Vector,
+    size: float,
+    parameters: Sequence[float],
+    time: float,
+    more: Sequence[Array],
+) -> tuple[float, Vector]:
     """Return the tangent of the time of a root by the implicit function theorem, and the derivative of the state there.
 
     `w`: the weights of stages at the fraction x of the step. `more`: the tangents that `dcondition` takes.

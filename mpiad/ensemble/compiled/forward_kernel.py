@@ -27,7 +27,6 @@ import numpy as np
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
-    attribute,
     bits_of,
     claimed,
     fma,
@@ -91,6 +90,7 @@ from mpiad.ensemble.compiled.step_kernel import (
     parameters_of,
     rounded,
     series,
+    set_attributes,
     squared_error,
     state,
     step_factor,
@@ -152,11 +152,7 @@ def layout_of(spec: KernelSpec) -> Layout:
 @inlined
 def forward(spec: KernelSpec, call: Callable[..., None], layout: Layout, arrays: ForwardArrays, is_wide: bool) -> None:
     """Solve trajectories; `is_wide`: whether the kernel profits from the widest vectors."""
-    attribute("aligned_stack")
-    if is_wide:
-        attribute("wide_vectors")
-    if spec.has_long_loops:
-        attribute("rolled_loops")
+    set_attributes(spec, is_wide)
     kernel = kernel_of(spec, call, arrays, layout.reserved)
     next_id, vacant_lanes, stop, turns = arrays.state[0], arrays.state[1], arrays.state[4], arrays.state[5]
     row = arrays.state[2]

@@ -34,7 +34,6 @@ from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
 from mpiad.compiling.kernel_language import (
     Row,
-    attribute,
     fetched,
     fma,
     lanes,
@@ -78,6 +77,7 @@ from mpiad.ensemble.compiled.step_kernel import (
     inside,
     parameters_of,
     rounded,
+    set_attributes,
     stage_time,
     state,
     summed,
@@ -152,11 +152,7 @@ class Visits(NamedTuple):
 def visit_steps(kernel: Kernel, is_wide: bool, visits: Visits) -> None:
     """Visit the recorded steps of all trajectories."""
     spec, arrays = kernel.spec, kernel.arrays
-    attribute("aligned_stack")
-    if is_wide:
-        attribute("wide_vectors")
-    if spec.has_long_loops:
-        attribute("rolled_loops")
+    set_attributes(spec, is_wide)
     first, next_id, vacant_lanes, turns = arrays.state[0], arrays.state[1], arrays.state[2], arrays.state[3]
     while True:
         if vacant_lanes > 0 and next_id >= first:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.folding import inlined, static
-from mpiad.compiling.kernel_language import double, fma, single, total, vector, where
+from mpiad.compiling.kernel_language import attribute, double, fma, single, total, vector, where
 from mpiad.ensemble.compiled.kernel_fields import ForwardLane, ReverseLane, TangentLane
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
@@ -81,6 +81,16 @@ def doubled(spec: KernelSpec, x: float) -> float:
 def state(spec: KernelSpec) -> Vector:
     """Return the variables of a state."""
     return vector(spec.d, spec.rolled, spec.dtype.name)
+
+
+@inlined
+def set_attributes(spec: KernelSpec, is_wide: bool) -> None:
+    """Set the attributes of a kernel of steps; `is_wide`: whether it profits from the widest vectors."""
+    attribute("aligned_stack")
+    if is_wide:
+        attribute("wide_vectors")
+    if spec.has_long_loops:
+        attribute("rolled_loops")
 
 
 @inlined
