@@ -271,7 +271,8 @@ np.diagonal(x, offset=1, axis1=1, axis2=0); np.diagonal(x, 0, 0, -1); np.diagona
 np.trace(x, 0, -2, -1); np.trace(x, axis1=0, axis2=2)
 np.diff(x); np.diff(x, 2); np.diff(x, n=2, axis={of}); np.diff(x, axis={of}); np.diff(x, n=0); np.diff(x, prepend=0.0); np.diff(x, 1, -1, append=x[..., :1])
 np.gradient(x); np.gradient(x, axis={of}); np.gradient(x, axis=(0, 1)); np.gradient(x, 0.5); np.gradient(x, a); np.gradient(x, edge_order=2)
-np.gradient(x, axis=(-1, 0)); np.gradient(np.concatenate([x, x * x, 2 * x], -1), axis=-1); np.gradient(x, 2.0, axis=-1)
+np.gradient(x, axis=(-1, 0)); np.gradient(np.concatenate([x, x * x, 2 * x], -1), axis=-1); np.gradient(x, 2.0, axis=-1); np.gradient(x, [0.2, 0.5, 1.1], axis=-1, edge_order=2)
+np.gradient(a, x); np.gradient(m, x, axis=-1, edge_order=2); np.gradient(x, 0.3, x * x, axis=(0, -1)); np.gradient([x, x * x], axis=0); np.gradient(x, 0.3, axis={of}, edge_order=2)
 np.expand_dims(x, 0); np.expand_dims(x, -1); np.expand_dims(x, (0, -1)); np.squeeze(x); np.squeeze(x[None]); np.squeeze(x[None], 0)
 np.squeeze(x[..., None], axis=-1); np.squeeze(x[None, ..., None], axis=(0, -1))
 np.flip(x); np.flip(x, axis={axis}); np.flip(x, {one}); np.flipud(x); np.fliplr(x); np.rot90(x); np.rot90(x, 2); np.rot90(x, k=3); np.rot90(x, 1, (-1, 0)); np.rot90(x, axes=(1, 0))
@@ -299,6 +300,8 @@ np.array(x, ndmin=3); np.array([x, x], dtype=complex); np.array((x, a * x)); np.
 np.append(x, 2.0); np.append(x, x, axis={one}); np.column_stack([x, x * x]); np.column_stack((a, x)); np.concatenate([x, x * x], axis={one}); np.concatenate((x, z))
 np.concatenate([x, x], axis=None); np.concatenate([m, x], axis=None); np.concatenate([m, x]); np.concatenate([x[:1], x, x[:0]]); np.hstack([x, x]); np.hstack((x, a))
 np.row_stack([x, x]); np.stack([x, a * x], axis={of}); np.stack([x, x * x]); np.vstack([x, x]); np.vstack([x, a]); np.concatenate_args(0, x, x)
+np.dstack([x, x * x]); np.dstack((a, x)); np.dstack([[x, 2 * x], [x * x, x]]); np.block([[x, x * x], [2 * x, x]]); np.block([x, a, 2.0]); np.block([[a], [x]]); np.block(x); np.block([[[x], [a * x]]])
+np.choose([0, 1, 0], [x, a * x]); np.choose([[0], [5]], [a, x], mode="wrap"); np.choose(1, [0.5, x * x]); np.choose([0, 1, 1], x); np.choose(-1, (x, 2.0), mode="clip")
 np.dot({u:a}); np.dot({u:m.T}); np.dot(x, 2.0); np.dot(m, x); np.dot(x, x.T); np.dot({u:z}); np.inner({u:a}); np.inner({u:m}); np.inner(x, x); np.inner(x, 2.0); np.inner(x, z)
 np.vdot(x, x * x); np.vdot(x, a + 0 * x); np.vdot(a + x, z + x); np.vdot({u:2.0}); np.outer({u:a}); np.outer({u:m}); np.outer(x, z); np.outer({u:2.0}); np.kron({u:a}); np.kron({u:m}); np.kron(x, z); np.kron(x, x); np.kron(2.0, x); np.kron(x[None], a)
 np.matmul({u:a}); np.matmul({u:m.T}); np.matmul(m, x); np.matmul(x, x.T); np.matmul(x, z); np.matmul(m[:, :2], x); x @ a; m @ x; a @ x; np.matmul(x, np.ones((2, 3, 2)))
@@ -324,6 +327,7 @@ linalg.norm(x); linalg.norm(x, axis={axis}{keep}); linalg.norm(x, 2, {one}); lin
 linalg.norm(x, "fro"); linalg.norm(x, "nuc"); linalg.norm(x, "nuc", (0, 1)); linalg.norm(x, "nuc", axis=(-1, 0)); linalg.norm(x, 0); linalg.norm(x, 3); linalg.norm(x, ord=1, axis=-1)
 linalg.norm(x, "fro", (0, 2), True); linalg.norm(x, 2.5, -1); linalg.norm(x, -np.inf, 0); linalg.norm(x, "nuc", (2, 0), keepdims=True); linalg.norm(x, 4, keepdims=True)
 linalg.norm(x, None, None, True); linalg.norm(x, -1, -1); linalg.norm([x, 2 * x])
+linalg.multi_dot([x, m.T]); linalg.multi_dot([m, x.T, x]); linalg.multi_dot((x, m.T, m, x.T)); linalg.multi_dot([x, m.T @ m, x]); linalg.multi_dot([a, x.T, x, a]); linalg.multi_dot([x, z])
 fft.fft(x{norm}); fft.ifft(x{norm}); fft.fft(x, axis={of}); fft.ifft(x, 4, 0); fft.fft(x, 2); fft.fft(x, n=5, axis=-1{norm}); fft.ifft(x, n=2{norm})
 fft.rfft(x{norm}); fft.rfft(x, 4{norm}); fft.rfft(x, axis={of}); fft.rfft(x, 2, 0); fft.rfft(x, n=5); fft.rfft(x, n=6, axis=0{norm}); fft.rfft(x, 1)
 fft.irfft(x{norm}); fft.irfft(x, 4{norm}); fft.irfft(x, 5{norm}); fft.irfft(x, axis={of}); fft.irfft(x, 2, 0); fft.irfft(x, n=8); fft.irfft(x, n=3, axis=0); fft.irfft(x, 1)
@@ -711,8 +715,8 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 0 to 3 axes.
 
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
-- `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
-  Other functions convert a list to an array of objects, for which most functions raise an error.
+- `array`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`, `select`, `choose`,
+  `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
   autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
   are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh`, `eig` and `svd` have no derivative if their

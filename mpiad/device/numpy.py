@@ -42,7 +42,7 @@ def hstack(arrays: Sequence[Array]) -> Array:
 
 def dstack(arrays: Sequence[Array]) -> Array:
     """Join arrays along the third axis."""
-    return concatenate([anp.atleast_3d(x) for x in arrays], 2)
+    return concatenate([anp.atleast_3d(array(x)) for x in arrays], 2)
 
 
 def column_stack(arrays: Sequence[Array]) -> Array:

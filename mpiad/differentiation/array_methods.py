@@ -33,6 +33,7 @@ from mpiad.transport.world import level_of_repeats
 _NODES = (OrderedNode, TangentNode)
 _log = logging.getLogger("mpiad")
 _PARTS_OF_NUMBERS = {"real", "imag", "isreal", "iscomplex", "iscomplexobj", "angle"}  # for NumPy, objects are real
+_MOST_OBJECTS = 100  # the largest number of entries of a traced array in `jit` that NumPy may convert to objects
 _converting: set[str] = set()  # the lines for which a warning was logged
 
 
@@ -101,8 +102,8 @@ def _array_of_entries(x: Array, dtype: DTypeLike | None = None, copy: bool | Non
         return number
     if dtype is None:
         value = getval(x)
-        if hasattr(value, "recorder"):  # in a trace of `jit`, which refuses conversions by the user's code
-            if calls.user_frame(caller)[0] is caller:
+        if hasattr(value, "recorder"):  # in a trace of `jit`, which refuses conversions by the user's code, and slow ones
+            if x.size > _MOST_OBJECTS or calls.user_frame(caller)[0] is caller:
                 value.__array__()
         elif (line := calls.site_of(caller).text) not in _converting:
             _converting.add(line)

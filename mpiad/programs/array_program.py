@@ -454,6 +454,12 @@ class Value:
         """Append the entries from `start` to `stop` along an axis."""
         return Value(self.program, self.program.slice(self.number, axis, start, stop))
 
+    def run(self, axis: int, start: int, step: int, count: int) -> Value:
+        """Append `count` entries along an axis, the first at `start`; if the step is 0, they are equal."""
+        map, shape = identity(len(self.shape)), (*self.shape[:axis], count, *self.shape[axis + 1 :])
+        along = Axis(axis if step else None, step, start)
+        return self.view((*map[:axis], along, *map[axis + 1 :]), shape)
+
     def reshape(self, shape: Shape) -> Value:
         """Append the array in another shape."""
         return Value(self.program, self.program.reshape(self.number, shape))

@@ -19,6 +19,7 @@ from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, choose
+from mpiad.differentiation.rules.padding import COPYING
 from mpiad.differentiation.segment_sum import Segments, summed_by_segment
 from mpiad.primitives.catalogue import EXCHANGE, IRECV, RECV, WAIT
 from mpiad.programs.array_program import (
@@ -388,10 +389,37 @@ def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
 
 
 def _pad(t: _Translation, x: Array, widths: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
-    if mode != "constant" or isinstance(constant_values, (list, tuple, Value)):
+    shape, is_constant = _value(x).shape, mode == "constant" and not isinstance(constant_values, (list, tuple, Value))
+    if isinstance(widths, dict) or not is_constant and mode not in COPYING:
         raise Unsupported
-    before = np.broadcast_to(np.asarray(widths), (len(_value(x).shape), 2))[:, 0].tolist()
-    return t.value(t.program.update(t.full(constant_values).number, x.number, before))
+    pairs = np.broadcast_to(np.asarray(widths), (len(shape), 2)).tolist()
+    if is_constant:
+        return t.value(t.program.update(t.full(constant_values).number, x.number, [before for before, _ in pairs]))
+    for axis, (pair, n) in enumerate(zip(pairs, shape)):
+        runs = _runs_of(pair, n, mode)
+        if len(runs) > SHORT:
+            raise Unsupported
+        x = t.join([x.run(axis, *run) for run in runs], axis)
+    return x
+
+
+def _runs_of(width: tuple[int, int], n: int, mode: Any) -> list[tuple[int, int, int]]:
+    """Return the sources of the layers along a padded axis as runs: first index, step (-1, 0 or 1) and count."""
+    # Padding the array of indices gives the source of each layer. The array itself is one of the runs.
+    source = np.pad(np.arange(n), width, mode).tolist()
+    return [*_runs(source[: width[0]]), (0, 1, n), *_runs(source[width[0] + n :])]
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+    found = list[tuple[int, int, int]]()
+    for k in indices:
+        first, step, count = found[-1] if found else (k, 1, 0)
+        step = k - first if count == 1 else step
+        if count and abs(step) < 2 and k == first + step * count:
+            found[-1] = first, step, count + 1
+        else:
+            found.append((k, 1, 1))
+    return found
 
 
 def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:

@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Index, Shape
 from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.rules.einsum import contraction
-from mpiad.differentiation.rules.protocol import substitute
+from mpiad.differentiation.rules.protocol import COMPOSITIONS, substitute
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -316,6 +316,8 @@ class TracedArray:
             made = contraction(args[0], args[1:])
             if made is not None:
                 return made
+        if function in COMPOSITIONS:
+            return COMPOSITIONS[function](*args, **kwargs)
         return self.recorder.call(function, args, kwargs)
 
     def __getitem__(self, key: Index) -> Any:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from pathlib import Path
 
 import autograd.numpy as anp
@@ -682,6 +683,22 @@ def test_the_advice_against_conversions(fun, message):
         np.testing.assert_allclose(of_stacked(x), [2.0, 8.0, 0.0])
     for advised in (lambda x: (b := anp.zeros_like(x)).__setitem__(1, x[0]) or b, lambda x: x * np.ones((2, 3))):
         np.testing.assert_array_equal(mpiad.jit(advised, strict=True)(x), advised(x))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("fun", [lambda x: np.dstack([x, 2 * x]), lambda x: anp.r_[x, 2 * x]])
+def test_large_arrays_of_objects_are_refused(fun):
+    """A trace of one operation per entry would take long; the interpreted function has the same derivative."""
+    total = lambda x: anp.sum(fun(x) ** 2)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for x in (np.ones(3), np.arange(120.0)):
+            np.testing.assert_allclose(mpiad.jit(mpiad.grad(total))(x), 10 * x)
+        mpiad.jit(mpiad.grad(total), strict=True)(np.ones(3))
+        with pytest.raises(
+            TypeError, match="plain NumPy array .* join them by np.concatenate or np.stack of autograd.numpy"
+        ):
+            mpiad.jit(mpiad.grad(total), strict=True)(np.arange(120.0))
 
 
 @dataclasses.dataclass

@@ -73,6 +73,27 @@ def test_reductions_of_stacked_arrays_are_elementwise(axis, reduction):
     assert len(text.buffers) == 2
 
 
+@pytest.mark.parametrize("mode", ["edge", "reflect", "symmetric", "wrap"])
+def test_padding_by_own_elements_is_part_of_the_loop(mode):
+    for fun in (lambda u: laplacian(anp.pad(u, 1, mode)), lambda u: anp.pad(u, ((2, 9), (0, 3)), mode) * 2):
+        replays = replays_of(fun, U)
+        assert counts(replays)[1:] == (0, 0)
+    # The call shares the value.
+    assert counts(replays_of(mpiad.grad(lambda u: anp.sum(laplacian(anp.pad(u, 1, mode)) ** 2)), U))[1] == 1
+    # A loop for each of many parts would take long to compile.
+    assert counts(replays_of(lambda u: anp.pad(u[:2], 50, mode) * 2, U))[1] == (mode != "edge")
+
+
+def test_gradients_along_axes_are_part_of_the_loop():
+    def diffusion(u):
+        first = anp.gradient(anp.gradient(u, 0.5, axis=0, edge_order=2), axis=0)
+        return u + 0.1 * (first + anp.gradient(anp.gradient(u, np.arange(30.0) ** 2, axis=1), axis=1))
+
+    for fun in (diffusion, lambda u: sum(anp.gradient(u))):
+        assert counts(replays_of(fun, U))[1] == 0
+    assert counts(replays_of(mpiad.grad(lambda u: anp.sum(diffusion(u) ** 2)), U))[1] == 1  # the call shares the value
+
+
 def test_sums_end_the_loop_that_computes_what_they_add():
     replays = replays_of(lambda u: anp.sum(laplacian(u) ** 2) + anp.max(laplacian(u)), U)
     loops, calls, copies = counts(replays)

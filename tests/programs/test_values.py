@@ -182,6 +182,48 @@ def test_functions_of_the_common_table():
     check_jit(fun, X, A, derivatives=False)
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("mode", ["edge", "reflect", "symmetric", "wrap"])
+def test_padding_by_own_elements(mode):
+    def fun(x, a, c):
+        padded = np.pad(x, (2, 9), mode), np.pad(a, ((1, 2), (0, 7)), mode), np.pad(a[:1], 3, mode), np.pad(c, 1, mode=mode)
+        return [part * 2 for part in (*padded, np.pad(a > 0, 1, mode) + a[0, 0], np.pad(a * (1 + 1j), 2, mode))]
+
+    check_jit(fun, X, A, C, derivatives=False)
+    check_jit(
+        lambda x, a: (anp.pad(x, (2, 9), mode) ** 2, anp.pad(a, ((1, 2), (0, 7)), mode) * a[0, 0]), X, A, outside=True
+    )
+
+
+@pytest.mark.serial
+def test_compositions_of_functions():
+    """Functions of plain NumPy, too, are joins, products and differences, which loops compute."""
+
+    def plain(x, a):
+        joined = np.dstack([a, a * a]), np.block([[a, a * 2], [x, x[:3]]]), np.block([x, 3.0]), np.dstack((x, x))
+        slopes = *np.gradient(a), np.gradient(a, 0.5, axis=1, edge_order=2), np.gradient(x, np.cumsum(1 + x[::-1] ** 2))
+        return [*[part * 2 for part in (*joined, *slopes)], np.linalg.multi_dot([a, a.T, a])]
+
+    def differentiated(x, a):
+        joined = anp.dstack([a, a * a]), anp.block([[a, a * 2], [x, x[:3]]]), anp.block([x, 3.0]), anp.dstack((x, x))
+        slopes = *anp.gradient(a), anp.gradient(a, x[0], axis=1, edge_order=2), anp.gradient(x, np.arange(7.0) ** 2)
+        chosen = anp.choose(np.arange(7) % 3, [x, x**2, 1.0]), anp.choose(x > 0, [x, x**3])
+        return [*joined, *slopes, *chosen, anp.linalg.multi_dot([a, a.T, a])]
+
+    check_jit(plain, X, A, derivatives=False)
+    check_jit(differentiated, X, A, outside=True)
+
+
+@pytest.mark.serial
+def test_joins_of_lists_are_a_few_operations():
+    u = np.random.default_rng(1).standard_normal((24, 24))
+    for join in (lambda u: anp.dstack([u, 2 * u]), lambda u: anp.block([[u], [2 * u]])):
+        whole = mpiad.jit(mpiad.grad(lambda u: anp.sum(join(u) ** 2)), strict=True)  # noqa: B023
+        for _ in range(2):
+            np.testing.assert_allclose(whole(u), 10 * u, rtol=1e-14)
+        assert len(str(whole.program(u)).splitlines()) < 40
+
+
 def friction(r):
     return anp.select([r < 3e3, r < 1e5, r >= 1e5], [64 / r, 0.3164 / r**0.25, 0.221 / r**0.237])
 

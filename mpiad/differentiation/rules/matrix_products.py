@@ -8,8 +8,8 @@ of vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from string import ascii_letters
 from typing import Any
 
@@ -26,6 +26,7 @@ from mpiad.differentiation.rules.protocol import (
     Vjp,
     anp,
     bound,
+    composition,
     inherited_vjp,
     refusal,
     substitute,
@@ -106,6 +107,31 @@ def vdot_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def vdot_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Apply the product to the tangent of each factor."""
     return sum([anp.vdot(*args[:i], g, *args[i + 1 :]) for i, g in zip(argnums, gs)])
+
+
+@composition(anp.linalg.multi_dot)
+def multi_dot(arrays: Sequence[Array]) -> Array:
+    """Return `numpy.linalg.multi_dot`: the product with the fewest multiplications."""
+    shapes = [anp.shape(x) for x in arrays]
+    ndims = [len(shape) for shape in shapes]
+    if len(arrays) == 2:
+        return anp.dot(*arrays)
+    if len(arrays) < 2 or not {ndims[0], ndims[-1]} <= {1, 2} or set(ndims[1:-1]) != {2}:
+        raise ValueError(f"multi_dot: expected matrices, or vectors as first and last factor, but got shapes {shapes}.")
+    lengths = [1 if len(shapes[0]) == 1 else shapes[0][0], *[shape[0] for shape in shapes[1:]]]
+    lengths.append(1 if len(shapes[-1]) == 1 else shapes[-1][1])
+
+    @cache
+    def cheapest(i: int, j: int) -> tuple[int, int]:
+        """Return the number of multiplications of the product of the arrays from i to j - 1, and where it is divided."""
+        sides = [(cheapest(i, k)[0] + cheapest(k, j)[0] + lengths[i] * lengths[k] * lengths[j], k) for k in range(i + 1, j)]
+        return min(sides, default=(0, i))
+
+    def product(i: int, j: int) -> Array:
+        k = cheapest(i, j)[1]
+        return arrays[i] if j - i == 1 else anp.dot(product(i, k), product(k, j))
+
+    return product(0, len(arrays))
 
 
 def _subscripts(fun: Primitive, args: tuple, kwargs: dict, n: int, m: int) -> str:

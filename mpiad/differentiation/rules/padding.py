@@ -12,7 +12,7 @@ from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, refusal
 
 Widths: TypeAlias = list[tuple[int, int]]
-_COPYING = ("edge", "reflect", "symmetric", "wrap")
+COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -37,9 +37,9 @@ def _arguments(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, A
     named = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
     x, width, mode, others = named.pop("array"), named.pop("pad_width"), named.pop("mode", "constant"), named
     # The odd reflection (reflect_type="odd") doesn't copy elements, and has no rule.
-    if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
+    if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in COPYING and not others)):
         raise refusal(
-            anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: supported are constant, {', '.join(_COPYING)}"
+            anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: supported are constant, {', '.join(COPYING)}"
         )
     return x, width, mode
 

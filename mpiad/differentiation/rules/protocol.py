@@ -44,6 +44,9 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
 }
 
+# Functions of NumPy, each as a function of traced values that calls functions with rules.
+COMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
 _NUMBERS = (float, complex, np.inexact)
 # Autograd's own primitives, whose cotangents must have the shapes of the arguments.
 _OWN_PRIMITIVES = frozenset(primitive_vjps) | frozenset(primitive_jvps)
@@ -130,6 +133,28 @@ def substitute(fun: Primitive, computed: Callable) -> None:
     """Let a primitive of autograd compute values of plain arrays by another function than NumPy's."""
     cells = dict(zip(fun.__code__.co_freevars, fun.__closure__ or ()))
     cells["f_raw"].cell_contents = computed
+
+
+def composition(fun: Primitive) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a primitive of autograd compute with traced values by functions that have rules; a decorator."""
+    name = fun.__name__
+
+    def decorator(composed: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return (composed if _holds_box((args, *kwargs.values())) else fun)(*args, **kwargs)
+
+        function.__name__, function.__doc__ = name, fun.__doc__
+        COMPOSITIONS[fun.fun] = composed
+        for module in (anp, anp.numpy_wrapper, anp.linalg):
+            if getattr(module, name, None) is fun:
+                setattr(module, name, function)
+        return composed
+
+    return decorator
+
+
+def _holds_box(x: Any) -> bool:
+    return type(x) in BOX_TYPES or isinstance(x, (list, tuple)) and any(map(_holds_box, x))
 
 
 def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -1,16 +1,22 @@
-"""Assembly of arrays: concatenate, stack and array literals."""
+"""Assembly of arrays: concatenate, stack, dstack, block and array literals."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from autograd.numpy import numpy_wrapper as wrapped
 from autograd.tracer import getval
 
 from mpiad._typing import Array
+from mpiad.device.assembly import concatenate
+from mpiad.device.numpy import dstack
 from mpiad.differentiation.rules.protocol import (
     Argnums,
     Vjp,
     anp,
+    composition,
     inherited_jvp,
     inherited_vjp,
     one_unchanged,
@@ -89,6 +95,30 @@ def _all_tangents(argnums: Argnums, gs: list, args: tuple, first: int) -> list[A
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]
 
 
+@composition(anp.block)
+def block(arrays: Any) -> Array:
+    """Return `numpy.block`: joins along the last axis in the innermost lists, and along earlier axes in outer ones."""
+    depth, first = 0, arrays
+    np.block(_mapped(lambda _: np.empty(0), arrays))  # raises NumPy's errors for the nesting
+    while isinstance(first, list):
+        depth, first = depth + 1, first[0]
+    ndims = list[int]()
+    _mapped(lambda x: ndims.append(anp.ndim(x)), arrays)
+    ndim = max(depth, *ndims)
+
+    def joined(part: Any, axis: int) -> Array:
+        if isinstance(part, list):
+            return concatenate([joined(each, axis + 1) for each in part], ndim + axis)
+        return anp.reshape(part, (*[1] * (ndim - anp.ndim(part)), *anp.shape(part)))
+
+    return joined(arrays, -depth)
+
+
+def _mapped(function: Callable[[Any], Any], nested: Any) -> Any:
+    return [_mapped(function, part) for part in nested] if isinstance(nested, list) else function(nested)
+
+
+composition(anp.dstack)(dstack)
 VJPS = {
     anp.concatenate_args: concatenate_vjp,
     anp.array_from_args: array_vjp,

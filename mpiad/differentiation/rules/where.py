@@ -6,7 +6,7 @@ and tangent choose by the same conditions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import autograd.numpy.numpy_wrapper
@@ -17,7 +17,16 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
-from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
+from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
+    Argnums,
+    Vjp,
+    anp,
+    composition,
+    inherited_jvp,
+    inherited_vjp,
+    primitive_where,
+)
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
@@ -91,5 +100,17 @@ def select(condlist: Iterable[Any], choicelist: Iterable[Any], default: Any = 0)
 
 wrapped: Any = autograd.numpy.numpy_wrapper
 anp.select = wrapped.select = select
+
+
+@composition(anp.choose)
+def choose(a: Any, choices: Sequence[Any], *, mode: str = "raise") -> Array:
+    """Return `numpy.choose`, whose choices may be traced."""
+    a = getval(a)
+    given: Any = a, range(len(choices)), None, mode
+    # The number of the choice for each entry, or NumPy's error for a number out of range.
+    number = a.recorder.call(np.choose, given, {}) if hasattr(a, "recorder") else np.choose(*given)
+    return select([number == k for k in range(len(choices))], choices, choices[-1])
+
+
 VJPS = {primitive_where: where_vjp}
 JVPS = {primitive_where: where_jvp}

@@ -145,6 +145,7 @@ def test_cumulative_products_with_zeros(compiled):
 
 
 NEW = "take average nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
+NEW += "dstack block choose linalg.multi_dot gradient".split()
 
 
 def one_of(count, cases):
@@ -188,6 +189,8 @@ def test_functions_with_all_derivatives(some):
     "np.split(x, [2, 1], 1)[2] ** 2", "x[(0, 1, 0), (2, 2, 1)] ** 2",
     "np.average(x, 1, weights=a) ** 2", "np.average(x, weights=np.exp(x), returned=True)[0]",
     "linalg.norm(x, 1, 1) ** 2", "linalg.norm(x, np.inf, 1) ** 2",
+    "np.dstack([x, x * x])", "np.block([[x, x * x], [2 * x, m]])", "np.choose(x > 0, [x * x, 3 * x])",
+    "linalg.multi_dot([x, x.T, m, x.T])", "np.gradient(x, a, axis=1, edge_order=2)", "np.gradient(m, x[0], axis=-1)",
     "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "abs(linalg.eigh(x @ x.T)[1]) ** 2",
 ])  # fmt: skip
 def test_compiled_functions(call):
@@ -367,7 +370,54 @@ def test_a_singular_matrix_stays_numpys_error():
 
 def test_lists_of_traced_arrays_give_no_array_of_objects():
     with pytest.raises(TypeError, match="list of traced arrays"):
-        mpiad.jvp(lambda x: np.dstack([x, x]), A, V)
+        mpiad.jvp(lambda x: np.flip([x, x]), A, V)
+
+
+def raised(fun, *args, **kwargs):
+    with pytest.raises(Exception) as error:
+        fun(*args, **kwargs)
+    return error.type
+
+
+@pytest.mark.parametrize("fun", [
+    lambda np, x: np.dstack([x, x[:1]]), lambda np, x: np.block([[x], x]), lambda np, x: np.block([[x], []]),
+    lambda np, x: np.block([x, x[:1]]), lambda np, x: np.choose([0, 1, 2], [x, x]), lambda np, x: np.choose(-1, [x]),
+    lambda np, x: np.gradient(x[:1]), lambda np, x: np.gradient(x, axis=2), lambda np, x: np.gradient(x, 1.0, 2.0, 3.0),
+    lambda np, x: np.gradient(x, numpy.arange(4), axis=1), lambda np, x: np.gradient(x, edge_order=3),
+    lambda np, x: np.linalg.multi_dot([x, x, x]), lambda np, x: np.linalg.multi_dot([x]),
+])  # fmt: skip
+def test_compositions_raise_errors_as_numpy_does(fun):
+    expected = raised(fun, numpy, A)
+    for derivative in (mpiad.grad, lambda fun: lambda x: mpiad.jvp(fun, x, V)):
+        assert issubclass(raised(derivative(lambda x: np.sum(fun(np, x))), A), expected)
+
+
+def test_gradient_is_numpys_to_the_last_bit():
+    """Also with spacings and coordinates, in the dtype of the array."""
+    rng = numpy.random.default_rng(1)
+    x = rng.standard_normal((4, 5))
+    rows, columns = numpy.cumsum(rng.random(4)), numpy.cumsum(rng.random(5))
+    for y in (x, x.astype("f4"), x + 1j * x[::-1]):
+        for given in ((), (0.3,), (0.3, 0.7), (rows, columns), (2.0, columns), (numpy.arange(4), [0, 1, 3, 4, 9])):
+            for edge_order in (1, 2):
+                expected = numpy.gradient(y, *given, edge_order=edge_order)
+                found, _ = mpiad.jvp(lambda y: tuple(np.gradient(y, *given, edge_order=edge_order)), y, y)  # noqa: B023
+                for part, value in zip(found, expected, strict=True):
+                    assert part.dtype == value.dtype
+                    numpy.testing.assert_array_equal(part, value)
+        numpy.testing.assert_array_equal(
+            mpiad.jvp(lambda y: np.gradient(y, columns, axis=-1), y, y)[0], numpy.gradient(y, columns, axis=-1)
+        )
+
+
+def test_products_of_several_factors_in_the_cheapest_order():
+    shapes = (6, 40), (40, 5), (5, 60), (60, 4)
+    factors = [numpy.random.default_rng(k).standard_normal(shape) for k, shape in enumerate(shapes)]
+    for given in (factors, [factors[0][0], *factors[1:]], [*factors[:3], factors[3][:, 0]], factors[1:]):
+        expected = numpy.linalg.multi_dot(given)
+        value, tangent = mpiad.jvp(lambda x: linalg.multi_dot([x, *given[1:]]), given[0], given[0])  # noqa: B023
+        numpy.testing.assert_array_equal(value, expected)
+        numpy.testing.assert_allclose(tangent, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- methods, attributes and operators
