@@ -82,8 +82,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_or": Operation(2, np.logical_or, "{0} | {1}", boolean=True, commutes=True),
     "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})"),
-    # Powers with a small constant exponent become multiplications and roots; other powers are calls, which prevent the
-    # vectorization of a loop around the program.
+    # Powers with a small constant exponent become multiplications and roots.
     "power": _called(np.power, "math.pow", 2),
     "exp": _called(np.exp, "math.exp"),
     "expm1": _called(np.expm1, "math.expm1"),

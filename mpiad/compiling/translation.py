@@ -49,10 +49,10 @@ from mpiad.compiling.elementary import definitions
 
 # The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
 
-# Elementary functions of `math` and NumPy with the same name in C. LLVM turns its intrinsic functions into instructions or
-# into calls of the C library.
-_INTRINSIC = frozenset("sqrt log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
-_LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc hypot".split())
+# Elementary functions of `math` and NumPy with the same name in C, other than those of `elementary`. LLVM turns its
+# intrinsic functions into instructions or into calls of the C library, which don't prevent the vectorization of a loop.
+_INTRINSIC = frozenset("sqrt sin cos tan asin acos atan atan2 pow copysign floor ceil trunc rint fabs".split())
+_LIBRARY = frozenset("cbrt erf erfc hypot".split())
 _CONVERSIONS = {
     "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
     "bool": BOOLEAN,
@@ -445,7 +445,7 @@ class _Function:
         """Return the value of a binary operation."""
         build = self._build
         if isinstance(op, ast.Pow):
-            return called_function(build, "math.pow", [a, b])
+            return self._function("math.pow", [a, b])
         kind = common_kind(a.kind, b.kind)
         if kind == BOOLEAN and type(op) in (ast.BitAnd, ast.BitOr, ast.BitXor):
             return build.operation(_INTEGRAL[type(op)], a, b)
@@ -465,14 +465,21 @@ class _Function:
         if results is not None:
             return results[0] if len(results) == 1 else refuse(node)
         given: list[Value] = [self._any(a) for a in node.args]  # type: ignore[misc]
-        if name in ("math.exp", "math.tanh"):
-            kind = _float_kind(given)
-            self._module.defined.update(definitions(kind))
-            return self._results(f"{name.removeprefix('math.')}_{kind}", [self._build.converted(given[0], kind)])[0]
         try:
-            return called_function(self._build, name, given)
+            return self._function(name, given)
         except KeyError:
             refuse(node)
+
+    def _function(self, name: str, given: Sequence[Value]) -> Value:
+        """Return the value of a function of numbers; raise a KeyError if the name is unknown."""
+        build, known, (module, _, function) = self._build, definitions(has_fma_instruction()), name.partition(".")
+        # Most elementary functions compute in double precision only.
+        for kind in (_float_kind(given), DOUBLE) if module in ("math", "np") else ():
+            if (symbol := f"{function}_{kind}") in known:
+                self._module.defined.update(known)
+                result = self._results(symbol, [build.converted(x, kind) for x in given])[0]
+                return build.converted(result, _float_kind(given))
+        return called_function(build, name, list(given))
 
     # ---- arrays
 

@@ -1,4 +1,4 @@
-"""The exponential and the hyperbolic tangent of kernels, compared with extended precision, in vectors and alone."""
+"""The elementary functions of kernels, compared with extended precision, in vectors and alone."""
 
 from __future__ import annotations
 
@@ -6,47 +6,102 @@ import numpy as np
 import pytest
 from one_kernel import one_kernel
 
-pytestmark = pytest.mark.serial
+from mpiad.compiling import machine_code, translation
+from mpiad.compiling.arguments import Argument
+
+pytestmark = [pytest.mark.serial, pytest.mark.filterwarnings("ignore:(overflow|divide|invalid):RuntimeWarning")]
 LOOP = """
-def run(x, out):
+def run(x, y, out):
     for i in range(x.size):
-        out[i] = math.{}(x[i])
+        out[i] = {}
 """
 LANES = """
-def run(x, out):
+def run(x, y, out):
     for k in range(0, x.size, 8):
         a = x[k : k + 8]
-        b = out[k : k + 8]
+        b = y[k : k + 8]
+        c = out[k : k + 8]
         for l in lanes(8):
-            b[l] = math.{}(a[l])
+            c[l] = {}
 """
+# The functions with their names in kernels, and bounds of errors in units in the last place.
+FUNCTIONS = {
+    "exp": ("exp", 1), "tanh": ("tanh", 3), "expm1": ("expm1", 3), "sinh": ("sinh", 3), "cosh": ("cosh", 3),
+    "log": ("log", 1), "log2": ("log2", 2), "log10": ("log10", 2), "log1p": ("log1p", 2), "arctanh": ("atanh", 3),
+    "arcsinh": ("asinh", 3), "arccosh": ("acosh", 3),
+}  # fmt: skip
+IN_SINGLE = {"sin": ("sin", 1), "cos": ("cos", 1), "tan": ("tan", 1), **FUNCTIONS}
+CASES = [(name, float, *x) for name, x in FUNCTIONS.items()] + [(name, "f4", *x) for name, x in IN_SINGLE.items()]
+ROUNDED = 0.501  # error in single precision of functions that are computed in double precision
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 2.0, -2.0, 0.5, 3.0, -3.0, 2.5, 100.5, -1e9, 1e15, -1e30]
 
 
-def computed(text, name, x):
-    signature, out = f"void({x.dtype}[::1], {x.dtype}[::1])", np.empty_like(x)
-    one_kernel(text.format(name), "run", signature, "contract arcp")(x, out)
+def computed(text, expression, x, y=None, fast="contract arcp"):
+    y, out, kind = x if y is None else y, np.empty_like(x), f"{x.dtype}[::1]"
+    places = {"x": "a[l]", "y": "b[l]"} if text == LANES else {"x": "x[i]", "y": "y[i]"}
+    one_kernel(text.format(expression.format(**places)), "run", f"void({kind}, {kind}, {kind})", fast)(x, y, out)
     return out
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize(("name", "ulps"), [("exp", 1), ("tanh", 3)])
-@pytest.mark.filterwarnings("ignore:overflow")
-def test_functions_of_vectors(name, ulps, dtype):
-    rng, info = np.random.default_rng(6), np.finfo(dtype)
-    least, largest = np.log(float(info.smallest_subnormal)), np.log(float(info.max))
-    parts = [rng.normal(size=20_000), rng.uniform(least - 1, largest + 1, 20_000), np.linspace(-1, 1, 20_000)]
-    parts += [np.linspace(least - 1, np.log(float(info.tiny)), 4000), 10 ** rng.uniform(-300, 2, 4000)]
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.min, info.smallest_subnormal]
-    x = np.concatenate([*parts, special]).astype(dtype)
-    found, exact = computed(LANES, name, x), getattr(np, name)(x.astype(np.longdouble))
-    rounded = exact.astype(dtype)
+def check(expression, exact, ulps, x, y=None):
+    """Compare with an exact result, in vectors, alone, and in loops of other lengths, in which the bits are the same."""
+    info = np.finfo(x.dtype)
+    found, rounded = computed(LANES, expression, x, y), exact.astype(x.dtype)
     finite = np.isfinite(rounded)
     error = np.abs(found[finite] - exact[finite]) / np.spacing(np.abs(rounded[finite]))
     assert error.max() <= ulps
-    limit = exact > np.longdouble(info.max)  # where rounding to infinity or to the largest number are both within an ulp
+    # Where rounding to infinity or to the largest number are both within an ulp:
+    limit = np.isinf(rounded) & np.isfinite(exact) & (np.abs(exact) < 1.001 * np.longdouble(info.max))
     np.testing.assert_array_equal(found[~finite & ~limit], rounded[~finite & ~limit])
-    assert np.all(found[limit] >= info.max)
-    np.testing.assert_array_equal(np.signbit(found[-8:-6]), np.signbit(rounded[-8:-6]))
-    # A number has the same result whatever its neighbors and its place: in vectors, in remainders and alone.
+    assert np.all(np.abs(found[limit]) >= info.max)
+    known = ~np.isnan(rounded)
+    np.testing.assert_array_equal(np.signbit(found[known]), np.signbit(rounded[known]))
     for length in (1, 3, 13, x.size - 1):
-        np.testing.assert_array_equal(computed(LOOP, name, x[-length:].copy()), found[-length:])
+        parts = [None if z is None else z[-length:].copy() for z in (x, y)]
+        for fast in ("contract arcp", ""):
+            np.testing.assert_array_equal(computed(LOOP, expression, *parts, fast=fast), found[-length:])
+
+
+def numbers(dtype, more=()):
+    """Return numbers of all magnitudes, close to 0 and 1 and between, and special ones."""
+    rng, info = np.random.default_rng(6), np.finfo(dtype)
+    low, high, bits = np.log2(float(info.smallest_subnormal)), np.log2(float(info.max)), info.nmant + 1
+    sign = rng.choice([-1.0, 1.0], (4, 10_000))
+    parts = [2 ** rng.uniform(low, high, 10_000), 2 ** rng.uniform(-bits, 7, 10_000), rng.uniform(0, high, 10_000)]
+    parts = [sign[0] * parts[0], sign[1] * parts[1], sign[2] * parts[2], 1 + sign[3] * 2 ** rng.uniform(-bits, -1, 10_000)]
+    ends = np.log(2.0) * np.linspace(low - 2, low + bits + 2, 2000), np.log(float(info.max)) + np.linspace(-1, 1, 2000)
+    special = [*SPECIAL, info.max, -info.max, info.tiny, info.smallest_subnormal, -3 * info.smallest_subnormal]
+    x = np.concatenate([*parts, *ends, np.linspace(-3, 3, 10_000), *more, np.resize(special, 24)])
+    return x[x.size % 8 :].astype(dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype", "text", "ulps"), CASES)
+def test_functions_of_vectors(name, dtype, text, ulps):
+    multiples = np.arange(-4000, 4000) * (np.pi / 2)
+    x = numbers(dtype, [multiples, multiples * 2.0**20, multiples * 2.0**90])
+    bound = ROUNDED if dtype == "f4" and text not in ("exp", "tanh") else ulps
+    check(f"math.{text}({{x}})", getattr(np, name)(x.astype(np.longdouble)), bound, x)
+
+
+def test_logarithms_of_powers_are_exact():
+    two, ten = np.arange(-1074.0, 1022.0), np.arange(0.0, 16.0)
+    np.testing.assert_array_equal(computed(LOOP, "np.log2({x})", 2.0**two), two)
+    np.testing.assert_array_equal(computed(LOOP, "np.log10({x})", 10.0**ten), ten)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+def test_the_c_library_isn_t_called(dtype, fused, monkeypatch):
+    if fused and not translation.has_fma_instruction():
+        pytest.skip("this processor has no fused products")
+    monkeypatch.setattr(translation, "has_fma_instruction", lambda: fused)
+    names = {name for name, _ in (IN_SINGLE if dtype == "f4" else FUNCTIONS).values()}
+    texts = {name: f"math.{name}(x[i])" for name in names}
+    calling = set()
+    for name, text in texts.items():
+        source = translation.translated(LOOP.format(text), "run", [Argument(np.dtype(dtype), 1)] * 3)
+        file, _ = machine_code._compiled([(source, "run")], 2)
+        symbols = {symbol.lstrip(b"_") for symbol in file.split(b"\0")}
+        calling |= {name} & {symbol.removesuffix(b"f").decode(errors="replace") for symbol in symbols}
+    # Without fused products, trigonometric functions wouldn't be accurate.
+    assert calling == (set() if fused else {"sin", "cos", "tan"} & names)

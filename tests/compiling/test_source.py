@@ -78,10 +78,10 @@ def test_compiled_each_operation_is_numpys(dtype):
         expected = np.array([float(value) for value in evaluated(program, u)])
         rtol = 4e-16 if dtype is np.float64 else 3e-7
         np.testing.assert_allclose(out, expected.astype(dtype), rtol=2 * rtol, atol=rtol, err_msg=f"{u}")
-    # Wherever a constant were double, so were the value of the operation.
-    assert set(re.findall(r"\b(?:float|double)\b", translated(text, "f", arguments_of(signature)))) == {
-        "double" if dtype is np.float64 else "float"
-    }
+    # Wherever a constant were double, so were the value of the operation; functions of doubles are called with conversions.
+    body = translated(text, "f", arguments_of(signature)).partition("define void @f(")[2].partition("\n}")[0]
+    operations = [line for line in body.splitlines() if not re.search("fpext|fptrunc|_double", line)]
+    assert set(re.findall(r"\b(?:float|double)\b", "\n".join(operations))) == {"double" if dtype is np.float64 else "float"}
 
 
 @pytest.mark.parametrize("name", ["lorenz_array", "piecewise", "elementary", "remainders", "network"])

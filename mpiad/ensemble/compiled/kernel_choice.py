@@ -20,6 +20,7 @@ import numpy as np
 
 from mpiad._typing import Array, Function
 from mpiad.compiling.cache import is_cached
+from mpiad.compiling.elementary import is_elementary
 from mpiad.compiling.program import OPERATIONS, Program, Refusal
 from mpiad.compiling.source import lowered
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
@@ -45,9 +46,9 @@ from mpiad.transport.resources import cores
 _STAGE, _CALL, _ROOT, _IMPLICIT = 20e-6, 1e-6, 3e-6, 300e-6
 # For each step of a trajectory: per stage and component, operation or function of the C library.
 _COMPONENT, _OPERATION, _FUNCTION = 8e-9, 0.4e-9, 4e-9
-# Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
-# or hyperbolic tangent, which are vector instructions (see `compiling.elementary`).
-_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL = 2e-9, 0.1e-9, 10e-9, 1e-9
+# Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per function of
+# `compiling.elementary`, which are vector instructions.
+_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_ELEMENTARY = 2e-9, 0.1e-9, 10e-9, 1e-9
 # Per entry of a Jacobian, and per nonzero entry of a large one: arrays per iteration and step of a trajectory, kernels.
 _ENTRY, _NONZERO = (2e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
 # A gradient with its solve, by arrays and by kernels, in units of the solve.
@@ -90,20 +91,20 @@ def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool, cal
 
     `calls`: the number of NumPy's calls in f; 0 if it is unknown.
     """
-    operations, functions, exponentials = _OPERATIONS * d, 0, 0
+    operations, functions, elementary = _OPERATIONS * d, 0, 0
     root = operations**0.5
     if program is not None:
         called = [instruction.operation for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
-        exponentials = called.count("exp") + called.count("tanh")
+        elementary = sum(is_elementary(OPERATIONS[name].text) for name in called if name in OPERATIONS)
         root = min(round(operations**0.5), statements(program))
     entries = 0
     if tableau.implicit:
         entries = d * d if d <= LARGE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
     iteration = tableau.calls * (_STAGE + (_CALL * calls or _ROOT * root)) + _IMPLICIT * bool(entries)
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions)
-    lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
-    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials))
+    lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_ELEMENTARY * elementary
+    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - elementary))
     per_entry = _NONZERO if d > LARGE else _ENTRY
     times = zip((iteration, column, lane), per_entry, (_GRADIENT, _GRADIENT, _LANE_GRADIENT) if gradient else (1, 1, 1))
     return Rates(*(factor * (time + entry * entries) for time, entry, factor in times))

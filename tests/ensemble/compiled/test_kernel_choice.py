@@ -15,6 +15,7 @@ import pytest
 
 import mpiad
 from mpiad.compiling import cache
+from mpiad.compiling.program import Builder
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -225,6 +226,17 @@ def test_a_kernel_that_is_slower_isn_t_taken(forgetting, monkeypatch):
     sol = solve(EnsembleProblem(SWING, p=np.linspace(1.0, 2.0, 40_000)[:, None]), RK4(), dt=1.0)
     assert re.fullmatch(r"arrays: estimated [\d.]+ s faster than a kernel", sol.execution)
     kernel_choice.rates.cache_clear()
+
+
+def test_elementary_functions_are_estimated_as_vector_instructions():
+    def time_of_step(operation):
+        builder = Builder()
+        program = builder.program({"state": 1}, [builder.call(operation, builder.input("state"))])
+        return kernel_choice.rates(RK4().tableau, 1, program, gradient=False).lane
+
+    assert (
+        time_of_step("exp") == time_of_step("log") == time_of_step("sinh") < time_of_step("arctan") == time_of_step("erf")
+    )
 
 
 def network(u, p, t):
