@@ -7,7 +7,8 @@ exp(r) - 1. The error is below one unit in the last place. With y = 2|x|, tanh(x
 With x = 2^n (1 + f) and √½ ≤ 1 + f < √2, log(x) = n log 2 + log(1 + f), where log(1 + f) = 2 artanh(s) = 2s + s R(s²) with
 s = f / (2 + f). This is f - f²/2 + s (f²/2 + R), which is more accurate since f is exact (Tang, 1990; Muller, Elementary
 Functions). The error of log is below one unit in the last place, the errors of log2, log10 and log1p are below two, and the
-errors of the inverse hyperbolic functions are below three.
+errors of the inverse hyperbolic functions are below three. The logarithm in a power is the sum of two doubles, and the
+error of the power is below two units.
 
 In single precision, functions other than exp and tanh are rounded from double precision, so they are almost always the
 numbers closest to the exact values.
@@ -139,7 +140,8 @@ def acosh_double(x):
     return where(x < 1.0, math.nan, value + where(x < {two60}, 0.0, {log2}))
 """
 
-# Functions that are accurate only if the processor has fused products. In single precision, x is reduced by (π / 2) w.
+# Functions that are accurate only if the processor has fused products. In single precision, x is reduced by (π / 2) w; in
+# `pow_double`, names that end with `_low` are the second parts of sums of two doubles.
 _FUSED = """
 def quadrant_double(x):
     a = abs(x)
@@ -164,16 +166,54 @@ def cos_float(x):
 def tan_float(x):
     k, s, c = quadrant_double(np.float64(x))
     return np.float32(where((k & 1) == 0, s, -c) / where((k & 1) == 0, c, s))
+
+def pow_double(x, y):
+    a = abs(x)
+    n, f = parts_double(a)
+    d = 2.0 + f
+    i = 1.0 / d
+    s = f * i
+    s_low = fma(s, (d - 2.0) - f, fma(-s, d, f)) * i
+    z = s * s
+    z_low = fma(2.0 * s, s_low, fma(s, s, -z))
+    g = z * {two_thirds}
+    b = fma(z * z, {longer}, fma(z, {two_thirds}, -g) + fma(z_low, {two_thirds}, z * {two_thirds_low}))
+    t = g + b
+    h = s * t
+    h_low = fma(s, t, -h) + fma(s, b - (t - g), s_low * t)
+    v = fma(n, {high}, 2.0 * s)
+    u = v + h
+    u_low = (fma(2.0, s, -fma(-n, {high}, v)) + (h - (u - v))) + fma(2.0, s_low, fma(n, {low}, h_low))
+    log = u + u_low
+    return powered_double(x, y, limits_double(a, log), u_low - (log - u))
+
+def powered_double(x, y, log, low):
+    q = where(abs(x) == 1.0, 0.0, y)
+    e = q * log
+    e_low = where(abs(e) < 800.0, fma(q, log, -e) + q * low, 0.0)
+    m, w, r = reduced_double(min(max(e, -746.0), 710.0))
+    value = scaled_double(m, w, fma(e_low, 1.0 + r, r))
+    whole = np.rint(y) == y
+    value = where(whole & (np.rint(0.5 * y) != 0.5 * y), math.copysign(value, x), value)
+    value = where((x < 0.0) & (x > -math.inf) & (not whole), math.nan, value)
+    return where(y == 0.0, 1.0, value)
+
+def pow_float(x, y):
+    return np.float32(powered_double(np.float64(x), np.float64(y), log_double(np.float64(abs(x))), 0.0))
 """
-# The series 2/3 + 2z/5 + 2z²/7 + ... of R, telescoped by Chebyshev polynomials for 0 ≤ z < 0.029438 (Lanczos, 1938) in
-# rational arithmetic; the relative error of log(1 + f) is 2^-57.6.
+# The series 2/3 + 2z/5 + 2z²/7 + ... and 2/5 + 2z/7 + ... of R, telescoped by Chebyshev polynomials for 0 ≤ z < 0.029438
+# (Lanczos, 1938) in rational arithmetic; the relative errors of log(1 + f) are 2^-57.6 and 2^-66.4.
 _SERIES = 0.666666666666667, 0.39999999999899, 0.2857142862618, 0.2222221110497, 0.18182891089, 0.15331662, 0.146171278
+_LONGER = (
+    0.4, 0.2857142857142937, 0.222222222216539, 0.18181818335799, 0.1538459492364, 0.13334806604, 0.117061898, 0.117236236,
+)  # fmt: skip
 _CONSTANTS = {
     "high": -_DOUBLE["high"], "low": -_DOUBLE["low"], "log2": math.log(2), "shift": 1.5 * 2**52, "root": 0.5**0.5,
     "normal": 2.0**-1022, "tiny": 2.0**-54, "two54": 2.0**54, "two60": 2.0**60,
-    # 1 / log 2, 1 / log 10 and log 2 / log 10, each with its rounding error.
+    # 1 / log 2, 1 / log 10, 2 / 3 and log 2 / log 10, each with its rounding error.
     "inverse2": 1.4426950408889634, "inverse2_low": 2.0355273740931033e-17, "inverse10": 0.4342944819032518,
-    "inverse10_low": 1.098319650216765e-17, "high10": 0.30102999566361177, "low10": 3.694239077158931e-13,
+    "inverse10_low": 1.098319650216765e-17, "two_thirds": 2 / 3, "two_thirds_low": 2.0**-54 / 1.5,
+    "high10": 0.30102999566361177, "low10": 3.694239077158931e-13,
 }  # fmt: skip
 # 2 / π in units of 2^-256. If the last bit of x is at least 2^k, the bits of 2 / π from 2^(2 - k) on have no effect, since
 # their products with x are whole turns (Payne and Hanek, 1983).
@@ -184,7 +224,7 @@ _TWO_OVER_PI = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC56
 def definitions(fused: bool) -> dict[str, ast.FunctionDef]:
     """Return the functions by name, with LLVM's type "double" or "float" as suffix; `fused`: with those of `_FUSED`."""
     terms = [(-1) ** (k // 2) * (math.pi / 2) ** k / math.factorial(k) for k in range(14)]
-    series = {"series": _SERIES, "sine": terms[1::2], "cosine": terms[::2]}
+    series = {"series": _SERIES, "longer": _LONGER, "sine": terms[1::2], "cosine": terms[::2]}
     texts = {name: repr(value) for name, value in _CONSTANTS.items()}
     texts |= {name: _horner(coefficients) for name, coefficients in series.items()}
     for exponent in (110, 88, 66, 44, 22):  # 2^exponent ≤ a < 2^(exponent + 22)

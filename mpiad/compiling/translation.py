@@ -256,9 +256,11 @@ class _Module:
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
             self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
             result, first, attribute = f"%{symbol}", [], "alwaysinline"
+            separate = f"noinline {_WIDE if prefers_512_bit_vectors() else ''}"
             if self.is_long(name):
-                wide = _WIDE if prefers_512_bit_vectors() else ""
-                result, first, attribute = "void", ["ptr noalias %results"], f"noinline {wide}"
+                result, first, attribute = "void", ["ptr noalias %results"], separate
+            elif name == "pow_double" and types[0] != DOUBLE:  # a copy per power of vectors would take long to compile
+                attribute = separate
             head = f"define internal {result} @{symbol}({', '.join([*first, *map(_parameter, names.values())])})"
             self._texts.append(f"{head} {attribute} nounwind {{\n{function.text(symbol)}\n}}")
             self._translations[known] = symbol, function.results

@@ -83,6 +83,23 @@ def test_functions_of_vectors(name, dtype, text, ulps):
     check(f"math.{text}({{x}})", getattr(np, name)(x.astype(np.longdouble)), bound, x)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_powers(dtype):
+    rng, x = np.random.default_rng(7), numbers(dtype)
+    largest = np.log(float(np.finfo(dtype).max))
+    # Results of all magnitudes, exponents of all magnitudes, and all pairs of special numbers.
+    y = rng.uniform(-1.1 * largest, 1.1 * largest, x.size) / np.log(np.abs(x.astype(float)))
+    special = numbers(dtype)[-24:]
+    first, second = map(np.ravel, np.meshgrid(special, special))
+    x, y = np.concatenate([x, x, first]), np.concatenate([y, rng.permutation(x), second]).astype(dtype)
+    exact = np.power(x.astype(np.longdouble), y.astype(np.longdouble))
+    check("{x} ** {y}", exact, ROUNDED if dtype == np.float32 else 2, x, y)
+    for base in (2.0, 0.3):
+        text = f"np.float32({base})" if dtype == np.float32 else str(base)
+        exact = np.longdouble(dtype(base)) ** y.astype(np.longdouble)
+        check(f"{text} ** {{x}}", exact, ROUNDED if dtype == np.float32 else 2, y)
+
+
 def test_logarithms_of_powers_are_exact():
     two, ten = np.arange(-1074.0, 1022.0), np.arange(0.0, 16.0)
     np.testing.assert_array_equal(computed(LOOP, "np.log2({x})", 2.0**two), two)
@@ -96,12 +113,12 @@ def test_the_c_library_isn_t_called(dtype, fused, monkeypatch):
         pytest.skip("this processor has no fused products")
     monkeypatch.setattr(translation, "has_fma_instruction", lambda: fused)
     names = {name for name, _ in (IN_SINGLE if dtype == "f4" else FUNCTIONS).values()}
-    texts = {name: f"math.{name}(x[i])" for name in names}
+    texts = {name: f"math.{name}(x[i])" for name in names} | {"pow": "x[i] ** y[i]"}
     calling = set()
     for name, text in texts.items():
         source = translation.translated(LOOP.format(text), "run", [Argument(np.dtype(dtype), 1)] * 3)
         file, _ = machine_code._compiled([(source, "run")], 2)
         symbols = {symbol.lstrip(b"_") for symbol in file.split(b"\0")}
         calling |= {name} & {symbol.removesuffix(b"f").decode(errors="replace") for symbol in symbols}
-    # Without fused products, trigonometric functions wouldn't be accurate.
-    assert calling == (set() if fused else {"sin", "cos", "tan"} & names)
+    # Without fused products, powers and trigonometric functions wouldn't be accurate.
+    assert calling == (set() if fused else {"pow"} | {"sin", "cos", "tan"} & names)
