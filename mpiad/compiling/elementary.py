@@ -205,16 +205,35 @@ def pow_float(x, y):
 # (Lanczos, 1938) in rational arithmetic; the relative errors of log(1 + f) are 2^-57.6 and 2^-66.4.
 _SERIES = 0.666666666666667, 0.39999999999899, 0.2857142862618, 0.2222221110497, 0.18182891089, 0.15331662, 0.146171278
 _LONGER = (
-    0.4, 0.2857142857142937, 0.222222222216539, 0.18181818335799, 0.1538459492364, 0.13334806604, 0.117061898, 0.117236236,
-)  # fmt: skip
+    0.4,
+    0.2857142857142937,
+    0.222222222216539,
+    0.18181818335799,
+    0.1538459492364,
+    0.13334806604,
+    0.117061898,
+    0.117236236,
+)
 _CONSTANTS = {
-    "high": -_DOUBLE["high"], "low": -_DOUBLE["low"], "log2": math.log(2), "shift": 1.5 * 2**52, "root": 0.5**0.5,
-    "normal": 2.0**-1022, "tiny": 2.0**-54, "two54": 2.0**54, "two60": 2.0**60,
+    "high": -_DOUBLE["high"],
+    "low": -_DOUBLE["low"],
+    "log2": math.log(2),
+    "shift": 1.5 * 2**52,
+    "root": 0.5**0.5,
+    "normal": 2.0**-1022,
+    "tiny": 2.0**-54,
+    "two54": 2.0**54,
+    "two60": 2.0**60,
     # 1 / log 2, 1 / log 10, 2 / 3 and log 2 / log 10, each with its rounding error.
-    "inverse2": 1.4426950408889634, "inverse2_low": 2.0355273740931033e-17, "inverse10": 0.4342944819032518,
-    "inverse10_low": 1.098319650216765e-17, "two_thirds": 2 / 3, "two_thirds_low": 2.0**-54 / 1.5,
-    "high10": 0.30102999566361177, "low10": 3.694239077158931e-13,
-}  # fmt: skip
+    "inverse2": 1.4426950408889634,
+    "inverse2_low": 2.0355273740931033e-17,
+    "inverse10": 0.4342944819032518,
+    "inverse10_low": 1.098319650216765e-17,
+    "two_thirds": 2 / 3,
+    "two_thirds_low": 2.0**-54 / 1.5,
+    "high10": 0.30102999566361177,
+    "low10": 3.694239077158931e-13,
+}
 # 2 / π in units of 2^-256. If the last bit of x is at least 2^k, the bits of 2 / π from 2^(2 - k) on have no effect, since
 # their products with x are whole turns (Payne and Hanek, 1983).
 _TWO_OVER_PI = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561
