@@ -93,7 +93,7 @@ class _CheckpointedRun:
                 self._perform(action, loop, args, None)
                 continue
             state, records = self.state, []
-            before = [checksum(leaf, action.first - 1) for leaf in state]
+            before = [checksum(leaf, comparison.part(action.first - 1)) for leaf in state]
             for span in spans(loop.stepping, action.first, action.stop):
                 # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
                 values, pull = loop.recorded(args, span, state, passes)
@@ -281,7 +281,7 @@ class Loop:
         for array, column in zip(observed, columns):
             array[slice(*span)] = column
         if self._recorded:
-            found = [checksums(column, span.first) for column in columns]
+            found = [checksums(column, None if _is_lossy(self.schedule) else span.first) for column in columns]
             if span.first == 0:
                 self.observed_checksums = [
                     [None] * self.steps if isinstance(sums, list) else spec_like(array).empty()
@@ -615,6 +615,11 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     return state, joined(blocks)
 
 
+def _is_lossy(schedule: CheckpointSchedule) -> bool:
+    """Return whether states are stored with rounding errors."""
+    return schedule.compress or schedule.dtype is not None
+
+
 def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, observe: object) -> None:
     if not isinstance(n_steps, Integral) or isinstance(n_steps, bool):
         raise TypeError(f"timestepping.scan: n_steps must be an integer, but got {type(n_steps).__name__} {n_steps!r:.60}.")
@@ -654,7 +659,7 @@ def run_by_commands(
         return None
     if not tape.is_only_trace_of([leaves[k] for k in active]):
         return None
-    if schedule.disk or schedule.dtype is not None or schedule.compress or schedule.host:
+    if schedule.disk or _is_lossy(schedule) or schedule.host:
         return None
     indices = (*range(count), *[k for k in active if k >= count])
     plain = args.like(list(map(getval, leaves)))
@@ -716,7 +721,7 @@ class Comparison:
 
     def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
         """Compare the state after step `number`, or the values observed after it, with checksums."""
-        part = self._part(number, observed)
+        part = self.part(number, observed)
         pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
         if all(same_bits(np.asarray(a) if arrays_of(a) is None else a, b) for a, b in pairs):
             return
@@ -729,10 +734,13 @@ class Comparison:
 
     def add_values(self, number: int, leaves: Sequence[Array], others: Sequence[Array], observed: bool) -> None:
         """Compare the state after step `number`, or the values observed after it, with those of the forward run."""
-        self.add(number, leaves, [checksum(leaf, self._part(number, observed)) for leaf in others], observed)
+        self.add(number, leaves, [checksum(leaf, self.part(number, observed)) for leaf in others], observed)
 
-    def _part(self, number: int, observed: bool) -> int | None:
-        return number if observed or number < self._last else None  # the last state is compared as a whole
+    def part(self, number: int, observed: bool = False) -> int | None:
+        """Return the step that determines which entries are compared; None if all are."""
+        # Rounding errors are compared with the largest sums of the whole state: where a wave arrives, it is at rest before.
+        is_whole = _is_lossy(self._schedule) or not observed and number >= self._last
+        return None if is_whole else number
 
     def require_same(self) -> None:
         """Raise a RuntimeError if values differ by more than rounding."""

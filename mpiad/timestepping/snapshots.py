@@ -296,11 +296,11 @@ def checksum(leaf: Array, step: int | None = None) -> Array:
     return sums
 
 
-def checksums(entries: Array, first: int) -> Sequence[Array]:
-    """Return the checksums of the entries, leaves after the steps first, ...; small ones are returned unchanged."""
+def checksums(entries: Array, first: int | None) -> Sequence[Array]:
+    """Return the checksums of the entries, leaves after the steps first, ..., or whole ones; small ones are unchanged."""
     if entries.size < _FEWEST * _SHORTEST * len(entries):
         return entries
-    return [checksum(leaf, first + k) for k, leaf in enumerate(entries)]
+    return [checksum(leaf, None if first is None else first + k) for k, leaf in enumerate(entries)]
 
 
 @functools.lru_cache(16)
