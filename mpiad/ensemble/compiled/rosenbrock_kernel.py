@@ -326,7 +326,7 @@ def eliminated(x: float, factor: float, y: float, fused: bool) -> float:
 
 
 @inlined
-def solve_unrolled(lu: UnrolledLU, w: Array, swaps: Array, x: Vector, fused: bool) -> None:
+def solve_unrolled(lu: UnrolledLU, w: Array, swaps: Array, x: Vector, fused: bool = False) -> None:
     """Replace a right-hand side by the solution."""
     for k, below, _ in static(lu.pivots):
         for i, _ in static(below):
