@@ -40,6 +40,7 @@ import numpy as np
 import pytest
 import short_turns
 from agreement import Agreement
+from jitted import forget_programs
 from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
@@ -373,6 +374,12 @@ def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Compile kernels with LLVM's optimizations, or without."""
     if _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
         monkeypatch.setattr(kernel_cache, "optimization_level", 0)
+
+
+@pytest.fixture(autouse=True)
+def no_programs_of_other_tests() -> None:
+    """Compile in each test what it compiles, and warn again; functions that are alike have their programs in common."""
+    forget_programs()
 
 
 @pytest.fixture(autouse=True)

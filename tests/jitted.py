@@ -1,5 +1,6 @@
 """A jitted function beside the one that it is made of: values and derivatives, at the trace and in replays."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ def assert_same(found: Any, expected: Any, rounding: float = 1e-12) -> None:
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         finite = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1.0) if y.dtype.kind in "fc" else 1.0
         np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * finite)
+
+
+def forget_programs() -> None:
+    """Let functions be compiled again that are like others; their programs are shared."""
+    for name in ("function", "compiled_forms"):
+        if module := sys.modules.get(f"mpiad.programs.{name}"):
+            module._templates.known.clear()
 
 
 def further(x: Any) -> Any:

@@ -23,7 +23,7 @@ import re
 import sys
 from abc import ABCMeta
 from collections import Counter, deque, namedtuple
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
@@ -432,7 +432,7 @@ def with_values_of_variables(fun: Any, known: dict[int, Any] | None = None) -> A
     is an operator, whose derivative rules are registered for this object.
     """
     known = {} if known is None else known
-    if type(fun) is not FunctionType or not fun.__closure__ or _assigns_outside(fun.__code__):
+    if type(fun) is not FunctionType or not fun.__closure__ or assigns_outside(fun.__code__):
         return fun
     if fun.__globals__.get("__name__", "").partition(".")[0] in ("autograd", "mpiad"):
         return fun
@@ -448,9 +448,10 @@ def with_values_of_variables(fun: Any, known: dict[int, Any] | None = None) -> A
 
 
 @lru_cache(1024)
-def _assigns_outside(code: CodeType) -> bool:
+def assigns_outside(code: CodeType) -> bool:
+    """Return whether code assigns variables of an enclosing function."""
     assigned = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    return bool(assigned & set(code.co_freevars)) or any(_assigns_outside(x) for x in code.co_consts if type(x) is CodeType)
+    return bool(assigned & set(code.co_freevars)) or any(assigns_outside(x) for x in code.co_consts if type(x) is CodeType)
 
 
 # Bytecode.
@@ -682,31 +683,6 @@ def may_communicate(fun: Any, kind: type | tuple[()] = ()) -> bool:
     return reader.reads or reader.communicates
 
 
-def closed_over_numbers(fun: Any) -> dict[str, float]:
-    """Return the variables of enclosing functions that a function uses and that are floats, by name."""
-    if type(fun) is not FunctionType or not fun.__closure__:
-        return {}
-    cells = zip(fun.__code__.co_freevars, fun.__closure__)
-    return {name: cell.cell_contents for name, cell in cells if type(content_of(cell)) in (float, np.float64)}
-
-
-def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function with other values of some variables of enclosing functions."""
-    cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
-    closure = tuple(CellType(numbers[name]) if name in numbers else cell for name, cell in cells)
-    copy = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, closure)
-    copy.__kwdefaults__, copy.__dict__ = fun.__kwdefaults__, fun.__dict__
-    return copy
-
-
-def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
-    """Return whether two functions with the same code read the same objects, apart from `numbers` in their closures."""
-    cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
-    same_closure = all(name in numbers or content_of(a) is content_of(b) for name, a, b in cells)
-    names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
-    return same_closure and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
-
-
 class _WatchReader(FunctionReader):
     constant_modules = FunctionReader.constant_modules | {"mpiad", "scipy", "operator", "mpi4py"}
 
@@ -841,7 +817,7 @@ class _Survey(_WatchReader):
 
     def function(self, value: FunctionType) -> None:
         # The methods of a class assign attributes of an object that the code has created.
-        if _changes(value.__code__, value in self._methods) or _assigns_outside(value.__code__):
+        if _changes(value.__code__, value in self._methods) or assigns_outside(value.__code__):
             self.effect = f"assigns variables or attributes in {value.__qualname__}"
 
     def method(self, value: Any) -> None:

@@ -28,7 +28,7 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
-from mpiad.programs import Jitted
+from mpiad.programs import Jitted, shared
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping import scan
 from mpiad.transport import channel
@@ -210,6 +210,7 @@ def _interval_of(step: Function, interval: int) -> Function:
     """Return the function that makes the steps of interval k, compiled if the step is; warnings name the step."""
     if interval == 1:
         return step
+    step = shared(step)
     one = step.fun if isinstance(step, Jitted) else step
 
     @wraps(one, updated=())

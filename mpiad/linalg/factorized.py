@@ -40,7 +40,7 @@ from mpiad.linalg.vectors import require_block, require_on_host
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
-from mpiad.programs.function import Jitted
+from mpiad.programs.function import Jitted, shared
 from mpiad.programs.signature import form_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
@@ -553,7 +553,7 @@ def factorized(
     group = channel(comm, _CALL)
     described = [f"method={method!r}, pattern={kind_of(pattern)}"]
     alike_on_all(group, lambda: _check(matvec, like, params, pattern, method, group), lambda _: described, _CALL)
-    product: Any = matvec
+    matvec = product = shared(matvec)
     if matrix is not None:
         params, like = (matrix.values,), np.empty(matrix.local_shape[1])
         product = matrix.operator()

@@ -35,7 +35,7 @@ from mpiad.linalg.vectors import require_on_host
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
-from mpiad.programs.function import Jitted
+from mpiad.programs.function import Jitted, shared
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
@@ -290,7 +290,7 @@ def newton(
         return further | ({"dtype of u0": start.dtype.char} if jacobian == "sparse" else {})
 
     settings = agree_on(settings, check, preconditioner)
-    leaves, build = flatten(params)
+    residual, (leaves, build) = shared(residual), flatten(params)
 
     def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
         return make_jvp(lambda w: residual(w, *params))(u)(v)[1]

@@ -23,6 +23,7 @@ from mpiad.linalg.vectors import column, inner, require_block
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
+from mpiad.programs.function import shared
 from mpiad.programs.interpretation import message_counts
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
@@ -413,7 +414,9 @@ def solve(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify)
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
-    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, communicated=set())
+    problem = Problem(
+        shared(matvec), shared(preconditioner), build, settings, start, preconditioner_transpose, communicated=set()
+    )
     settings = agree_on(settings, lambda: _checked(problem, stop_gradient(b)), preconditioner)
     return solution(b, *leaves, problem=problem._replace(settings=settings))
 

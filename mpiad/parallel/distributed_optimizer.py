@@ -37,7 +37,7 @@ from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.function import Jitted
+from mpiad.programs.function import Jitted, shared
 from mpiad.programs.signature import form_of
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
@@ -107,6 +107,7 @@ def value_and_grad(
     >>> print(loss, gradient)
     1.0 2.0
     """
+    loss = shared(loss)
     evaluate = _evaluation(loss, samples, comm, bucket_bytes)
     if isinstance(loss, Jitted):  # with the sums inside the reverse pass as one program, which keeps `comm` and thus its id
         evaluate = loss.derived((id(comm), samples, bucket_bytes), lambda: evaluate, True)
@@ -458,7 +459,7 @@ class DistributedOptimizer:
         -----
         All ranks of `comm` call it.
         """
-        return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
+        return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, shared(loss), batch, samples)
 
     def _step(
         self, state: State, params: Tree, loss: Function, batch: tuple, samples: Function | None

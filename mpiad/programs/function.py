@@ -16,14 +16,14 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.compiling.closure import Watch, are_alike, closed_over_numbers, may_communicate, with_numbers
+from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey
+from mpiad.programs.alike_functions import CHANGED, Form, Parts, Template, Templates, is_unchanged, token
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
@@ -230,7 +230,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     """
     if fun is None:
         return functools.partial(jit, strict=strict, exact=exact)
-    return Jitted(fun, strict, exact)
+    return Jitted.shared(fun, strict, exact)
 
 
 class Jitted(Generic[P, R]):
@@ -247,13 +247,73 @@ class Jitted(Generic[P, R]):
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
         self._cache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
+        # The compiled function that has the programs, None if unknown, and the functions for which that holds.
+        self._form: Form | None = Form(self)
+        self._snapshot: Any = ()
+        self._own: Jitted | None = None  # has the programs if no other function can have them
+
+    @classmethod
+    def shared(cls, fun: Function, strict: bool, exact: bool) -> Jitted:
+        """Return a compiled function that has its programs in common with functions that are alike."""
+        made = cls(fun, strict, exact)
+        made._form, made._snapshot = None, CHANGED
+        return made
+
+    @property
+    def options(self) -> tuple[bool, bool]:
+        """The options `strict` and `exact`."""
+        return self.strict, self._cache.exact
+
+    def form(self) -> Form:
+        """Return the compiled function that has the programs, with its first arguments."""
+        if tracing.recorder is not None:  # programs contain this function's operations; its closure may be traced
+            return Form(self)
+        if self._form is not None and is_unchanged(self._snapshot):
+            return self._form
+        parts = Parts(self.fun, Jitted)
+        template = None if parts.assigns else self._template(parts)
+        if template is None:
+            self._own = self._own or Jitted(self.fun, *self.options)
+            form, snapshot = Form(self._own), ()
+        else:
+            # The compiled function watches the functions of which it has no copies.
+            watched = parts.copied if template.build is parts.build else parts.snapshot
+            form, snapshot = template.form(parts.numbers), () if template.made.fun is self.fun else watched
+        self._cache, self._derived = form.jitted._cache, {} if form.variables else form.jitted._derived
+        self._fast_calls = [] if form.variables else form.jitted._fast_calls
+        # Traced values, and thus their tapes, aren't kept.
+        self._form, self._snapshot = (None, CHANGED) if parts.traced else (form, snapshot)
+        return form
+
+    def _template(self, parts: Parts) -> Template | None:
+        """Return the compiled function for functions like this one; None if a call may change what later calls read."""
+        strict, exact = self.options
+        key: Any = (strict, exact, parts.key)
+        template = _templates.get(key)
+        if template is not None and template.made.arguments and template.made.jitted.is_interpreted:
+            key = *key, *map(token, parts.numbers)  # numbers that can't be arguments are constants
+            template = _templates.get(key)
+        if template is None or template.made.jitted._cache.is_exhausted:
+
+            def compiled(fun: Function, arguments: Sequence[int]) -> Jitted:
+                made = Jitted(fun, strict and not arguments, exact)
+                made._cache.warned = bool(arguments)
+                return made
+
+            template = Template(parts, compiled)
+            try:
+                if survey(template.made.fun, ())[1] not in ("", PRINTS):
+                    return None
+            except HoldsTraced:
+                return None
+            _templates.add(key, template)
+        return template
 
     def rename(self, name: str) -> None:
         """Set the name that messages show."""
@@ -269,7 +329,7 @@ class Jitted(Generic[P, R]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         # Like a function, it is its own copy; what a method or a partial function is bound to is copied.
         fun = copy.deepcopy(self.fun, memo)
-        return self if fun is self.fun else Jitted(fun, self.strict, self._cache.exact)
+        return self if fun is self.fun else Jitted.shared(fun, *self.options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return the compiled method of an object."""
@@ -277,7 +337,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function."""
-        if not kwargs and tracing.tape is None and tracing.recorder is None:
+        if not kwargs and tracing.tape is None and tracing.recorder is None and is_unchanged(self._snapshot):
             for _, call in self._fast_calls:
                 made = call(args)
                 if made is not MISSED:
@@ -285,12 +345,9 @@ class Jitted(Generic[P, R]):
         # In the trace of another compiled function, this function is traced, too.
         if tracing.recorder is not None or (tracing.tape is not None and tracing.tape.unfolds):
             return self.fun(*args, **kwargs)
-        numbers = closed_over_numbers(self.fun)
-        if numbers != self._constant:
-            found = _by_numbers(self.fun, numbers, self._cache.exact)
-            self._constant = numbers if found is None else {}
-            if found is not None:
-                return found.jitted(*(numbers[name] for name in found.names), *args, **kwargs)
+        form = self.form()
+        if form.jitted is not self:
+            return form(*args, **kwargs)
         cache = self._cache
         with restoring_state():
             try:
@@ -327,6 +384,9 @@ class Jitted(Generic[P, R]):
         -----
         The same as for a call of the function, since the function is called if the signature is new.
         """
+        form = self.form()
+        if form.jitted is not self:
+            return form.jitted.program(*form.variables, *args, **kwargs)
         arguments = arguments_of(args, kwargs, self._cache.asked)
         if arguments.key not in self._cache.entries:
             self(*args, **kwargs)
@@ -422,41 +482,15 @@ class Jitted(Generic[P, R]):
         if is_plain and all(known is not entry for known, _ in self._fast_calls):
             call = fast_call(entry, arguments.args, made)
             if call is not None:
-                self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
+                self._fast_calls[:] = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
 
 
-class _ByNumbers(NamedTuple):
-    """A function whose closure has numbers that change between calls."""
-
-    fun: Any  # FunctionType; type checkers would treat an attribute of this type as a method
-    first: dict[str, float]  # the numbers at the first call
-    names: list[str]  # the names of the numbers that have changed
-    jitted: Jitted  # the compiled function, whose first arguments are the numbers with these names
+# The compiled functions of `jit`; see `alike_functions`.
+_templates = Templates()
 
 
-# The key contains the code object, since the user may define the function again for each value of a number. The number of
-# entries is limited, since each keeps a closure alive.
-_changing: dict[tuple[CodeType, bool], _ByNumbers] = {}
-_MOST_CHANGING = 16
-
-
-def _by_numbers(fun: FunctionType, numbers: dict[str, float], exact: bool) -> _ByNumbers | None:
-    """Return the function of the numbers that have changed since the first call; None if there is none, or it fails."""
-    key = fun.__code__, exact
-    known = _changing.pop(key, None)
-    if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
-        known = _ByNumbers(with_numbers(fun, numbers), numbers, [], Jitted(fun, exact=exact))
-    changed = [name for name in numbers if name in known.names or numbers[name] != known.first[name]]
-    if changed != known.names:
-        template = known.fun
-
-        def called(*values: Any, **kwargs: Any) -> Any:
-            return with_numbers(template, dict(zip(changed, values)))(*values[len(changed) :], **kwargs)
-
-        known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called), exact=exact))
-        known.jitted._cache.warned = True
-    _changing[key] = known
-    if len(_changing) > _MOST_CHANGING:
-        del _changing[next(iter(_changing))]
-    return known if changed and not known.jitted._cache.reasons else None
+def shared(fun: Any) -> Any:
+    """Return for a jitted function the one that has the programs, unless numbers are its arguments; others as they are."""
+    form = fun.form() if isinstance(fun, Jitted) else Form(fun)
+    return fun if form.variables else form.jitted

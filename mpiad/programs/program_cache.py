@@ -316,10 +316,16 @@ class ProgramCache:
         self.programs[key] = watch, made
         return made
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the function isn't traced again."""
+        return self.traces >= MAX_TRACES
+
     def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
         watch = self._read(key, arguments, arguments.constants(), optional)
+        exhausted = self.is_exhausted
         self.traces += watch is not None
-        if watch is None or self.traces <= MAX_TRACES:
+        if watch is None or not exhausted:
             return watch
         reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
         if self.asking:

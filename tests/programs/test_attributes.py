@@ -75,7 +75,7 @@ def test_values_and_derivatives_are_those_of_numpy(fun, order, caplog):
         assert_same(inside(X, y), expected)
         found = mpiad.jvp(lambda x, y=y: compiled(x, y), X, X)
         assert_same(found, mpiad.jvp(lambda x, y=y: fun(x, y), X, X))
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 2  # both jit(fun) have the same programs
 
 
 @pytest.mark.parametrize("fun", [*LACKING, *LAYOUT], ids=lambda fun: fun.__name__)

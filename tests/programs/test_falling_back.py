@@ -764,10 +764,9 @@ def test_objects_in_results_contain_the_arrays_of_each_call(kind, caplog):
         np.testing.assert_allclose(mpiad.jvp(forward, x, X), [4 * np.sum(x**4), np.sum(16 * x**3 * X)])
         np.testing.assert_allclose(mpiad.hvp(loss)(x, X), 48 * x**2 * X)
         np.testing.assert_allclose(mpiad.grad(lambda x: mpiad.jvp(forward, x, X)[1])(x), 48 * x**2 * X)  # noqa: B023
-    assert jitted(X) is not jitted(X) and len(caplog.records) == 3
+    assert jitted(X) is not jitted(X) and len(caplog.records) == 1
     message = r"at the end of the jitted function: it returns an object of type \w+ that contains traced values: return a"
-    for k in range(3):
-        assert re.search(message, caplog.records[k].getMessage())
+    assert re.search(message, caplog.records[0].getMessage())
     gradient_of = lambda f: mpiad.grad(lambda u: anp.sum(array_in(f(u))))(X)  # noqa: E731
     for called in (lambda f: f(X), gradient_of, lambda f: mpiad.jvp(f, X, X)):
         strict = mpiad.jit(fun, strict=True)

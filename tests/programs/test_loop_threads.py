@@ -5,6 +5,7 @@ import threading
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from jitted import forget_programs
 from mpi4py import MPI
 
 import mpiad
@@ -50,6 +51,7 @@ def test_the_number_of_threads_changes_no_bit(as_if_threads, monkeypatch):
     found = {}
     for count in (1, 2, 3, 5):
         as_if_threads(count)
+        forget_programs()
         jitted = mpiad.jit(loss, strict=True)
         jitted(u)
         found[count] = jitted(u)

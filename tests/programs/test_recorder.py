@@ -136,7 +136,7 @@ def test_messages_whose_results_are_like_what_is_sent(traces, rank, size):
     for x in (u, 2 * u):
         assert_same(gradient(x), mpiad.grad(fun, objective="sum")(x), 1e-11)
         assert_same(product(x, u), mpiad.hvp(fun, objective="sum")(x, u), 1e-11)
-    assert len(traces) == 2
+    assert len(traces) == 1
 
 
 def test_receives_with_a_template(traces, rank, size):
@@ -156,7 +156,7 @@ def test_receives_with_a_template(traces, rank, size):
         given = (x, v) if form is mpiad.hvp else (x,)
         for _ in range(2):
             assert_same(compiled(*given), interpreted(*given), 1e-12)
-    assert len(traces) == 2
+    assert len(traces) == 1
 
 
 def test_a_trace_that_is_given_up_has_sent_and_counted_nothing(traces, rank, size):

@@ -3,7 +3,7 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
-from jitted import assert_same
+from jitted import assert_same, forget_programs
 from mpi4py import MPI
 
 import mpiad
@@ -140,6 +140,7 @@ def test_tiles_compute_the_same_bits(name, rank, rank_rng, size, monkeypatch):
 
 def tiles_of(fun, *args):
     """Return the numbers of the loops in the order of their tiles, and the number of all loops."""
+    forget_programs()
     jitted = mpiad.jit(fun, strict=True)
     jitted(*args)
     (entry,) = jitted._cache.entries.values()
