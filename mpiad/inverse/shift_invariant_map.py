@@ -28,7 +28,7 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
-from mpiad.programs import Jitted, shared
+from mpiad.programs.function import Jitted, shared
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping import scan
 from mpiad.transport import channel
