@@ -379,7 +379,7 @@ def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def no_programs_of_other_tests() -> None:
     """Compile in each test what it compiles, and warn again; functions that are alike have their programs in common."""
-    forget_programs()
+    forget_programs("function")
 
 
 @pytest.fixture(autouse=True)

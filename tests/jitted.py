@@ -27,9 +27,9 @@ def assert_same(found: Any, expected: Any, rounding: float = 1e-12) -> None:
         np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * finite)
 
 
-def forget_programs() -> None:
+def forget_programs(*modules: str) -> None:
     """Let functions be compiled again that are like others; their programs are shared."""
-    for name in ("function", "compiled_forms"):
+    for name in modules or ("function", "compiled_forms"):
         if module := sys.modules.get(f"mpiad.programs.{name}"):
             module._templates.known.clear()
 

@@ -5,6 +5,7 @@ import logging
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from jitted import forget_programs
 from mpi4py import MPI
 
 import mpiad
@@ -336,6 +337,7 @@ def test_a_plain_step_stays_interpreted_and_the_advice_is_given_once(caplog):
 def test_a_step_with_many_calls_of_jitted_functions_is_not_compiled_by_itself(caplog, monkeypatch, checkpoints, compiled):
     """Unless the user compiles it: they would all become parts of one program."""
     monkeypatch.setattr(compiled_forms, "_MOST_OPERATIONS", 20)
+    forget_programs()
     pull = mpiad.jit(lambda u, a: u + 0.01 * anp.sin(a * u), strict=True)
 
     def pulled(u, k, a):
