@@ -135,6 +135,7 @@ def test_a_program_under_watch(mpirun, tmp_path):
     assert sorted(found[0]) == sorted(found[1]) == sorted(found[2])
 
 
+@pytest.mark.thorough
 def test_loops_and_solves_under_watch(mpirun):
     """Rules and operators name the same calls on ranks that compile and on ranks that interpret."""
     made = mpirun(2, LOOPS, env={"MPIAD_DEBUG": "1"})
