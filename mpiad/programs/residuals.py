@@ -86,13 +86,13 @@ def _graph(recorder: Recorder, nodes: Sequence[Any], ends: Sequence[int]) -> dic
     return values
 
 
-def _numbers_in(x: Any) -> tuple[int, ...]:
+def _numbers_in(x: object) -> tuple[int, ...]:
     found: dict[int, None] = {}
     mapped(x, lambda x: found.setdefault(x.number) if type(x) is Ref else None)
     return tuple(found)
 
 
-def _reads_arrays(key: Any) -> bool:
+def _reads_arrays(key: object) -> bool:
     return any(type(part) in (Ref, Constant) for part in (key if type(key) is tuple else (key,)))
 
 

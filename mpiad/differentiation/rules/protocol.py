@@ -11,7 +11,7 @@ import numpy as np
 from autograd.core import primitive_jvps, primitive_vjps, sparse_object_types
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.device.transfer import array_to_host
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
@@ -45,7 +45,7 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
 }
 
 # Functions of NumPy, each as a function of traced values that calls functions with rules.
-COMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+COMPOSITIONS: dict[Function, Function] = {}
 
 _NUMBERS = (float, complex, np.inexact)
 # Autograd's own primitives, whose cotangents must have the shapes of the arguments.
@@ -135,11 +135,11 @@ def substitute(fun: Primitive, computed: Callable) -> None:
     cells["f_raw"].cell_contents = computed
 
 
-def composition(fun: Primitive) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def composition(fun: Primitive) -> Callable[[Function], Function]:
     """Let a primitive of autograd compute with traced values by functions that have rules; a decorator."""
     name = fun.__name__
 
-    def decorator(composed: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(composed: Function) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
             return (composed if _holds_box((args, *kwargs.values())) else fun)(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def composition(fun: Primitive) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorator
 
 
-def _holds_box(x: Any) -> bool:
+def _holds_box(x: object) -> bool:
     return type(x) in BOX_TYPES or isinstance(x, (list, tuple)) and any(map(_holds_box, x))
 
 

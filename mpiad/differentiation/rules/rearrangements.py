@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import autograd.numpy as anp
 import numpy as np
@@ -100,7 +100,7 @@ _primitive_gradient = anp.gradient
 
 
 @composition(anp.gradient)
-def gradient(f: Array, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> Any:
+def gradient(f: Array, *varargs: Array, axis: int | tuple[int, ...] | None = None, edge_order: Literal[1, 2] = 1) -> Any:
     """Return `numpy.gradient`: differences of neighbors, divided by spacings or weighted by distances of coordinates."""
     if isbox(f) and not varargs and edge_order == 1:
         return _primitive_gradient(f, axis=axis)  # its own rule takes half of the time
@@ -117,7 +117,7 @@ def gradient(f: Array, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> 
     return slopes[0] if isinstance(several, np.ndarray) else type(several)(slopes)
 
 
-def _spacing(x: Any, n: int) -> Array:
+def _spacing(x: Array, n: int) -> Array:
     """Return the spacing of n entries, or the distances of their coordinates unless these are constant and equidistant."""
     x = anp.array(x) if isinstance(x, (list, tuple)) else x
     if not anp.ndim(x):

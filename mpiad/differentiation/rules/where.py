@@ -103,7 +103,7 @@ anp.select = wrapped.select = select
 
 
 @composition(anp.choose)
-def choose(a: Any, choices: Sequence[Any], *, mode: str = "raise") -> Array:
+def choose(a: Array, choices: Sequence[Array], *, mode: str = "raise") -> Array:
     """Return `numpy.choose`, whose choices may be traced."""
     a = getval(a)
     given: Any = a, range(len(choices)), None, mode
