@@ -21,6 +21,7 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Function
 from mpiad.compiling.closure import MISSING, assigns_outside, content_of
 from mpiad.pytrees import is_variable
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 _CONSTANTS = frozenset({type(None), bool, int, str, bytes})
@@ -51,7 +52,8 @@ class Parts:
         self.assigns = False  # whether a function assigns variables of an enclosing function
         # The functions with their present code, defaults and variables; see `is_unchanged`.
         self.snapshot: list[tuple[FunctionType, CodeType, Any, Any, Sequence[tuple[CellType, Any]]]] = []
-        self.copied: list[Any] = []  # those of them of which `build` makes copies
+        self.copied: list[Any] = []  # those of them of which `build` makes copies, or compiled functions have copies
+        self.compiled: list[Any] = []  # the compiled functions whose ids are parts of the key
         self._kind = kind
         self.key, build = self._read(fun, _DEPTH)
         self.build = _Builder(fun if build is None else None, build)
@@ -77,6 +79,12 @@ class Parts:
         if depth and kind is functools.partial:
             return self._partial(value, depth)
         if depth and kind is self._kind:
+            form = value.form() if tracing.recorder is None else None
+            if form is not None and not form.variables:  # those that are alike have one compiled function
+                self.compiled.append(form.jitted)
+                self.snapshot += value.snapshot
+                self.copied += value.snapshot
+                return (kind, value.options, id(form.jitted)), None
             make, options = self._kind.shared, value.options
             return self._call_of(lambda fun: make(fun, *options), (value.fun,), depth, (kind, options))
         return id(value), None
@@ -186,7 +194,7 @@ class Template:
     """
 
     def __init__(self, parts: Parts, compiled: Callable[[Function, Sequence[int]], Any]):
-        self.codes, self.build, self._compiled = parts.codes, parts.build, compiled
+        self.codes, self.build, self._compiled, self._keyed = parts.codes, parts.build, compiled, parts.compiled
         self.is_refused = False  # whether functions like this one aren't compiled
         self.made = self._made(parts.numbers, parts.traced)
 

@@ -255,14 +255,14 @@ class Jitted(Generic[P, R]):
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.
         self._form: Form | None = Form(self)
-        self._snapshot: Any = ()
+        self.snapshot: Any = ()
         self._own: Jitted | None = None  # has the programs if no other function can have them
 
     @classmethod
     def shared(cls, fun: Function, strict: bool, exact: bool) -> Jitted:
         """Return a compiled function that has its programs in common with functions that are alike."""
         made = cls(fun, strict, exact)
-        made._form, made._snapshot = None, CHANGED
+        made._form, made.snapshot = None, CHANGED
         return made
 
     @property
@@ -274,7 +274,7 @@ class Jitted(Generic[P, R]):
         """Return the compiled function that has the programs, with its first arguments."""
         if tracing.recorder is not None:  # programs contain this function's operations; its closure may be traced
             return Form(self)
-        if self._form is not None and is_unchanged(self._snapshot):
+        if self._form is not None and is_unchanged(self.snapshot):
             return self._form
         parts = Parts(self.fun, Jitted)
         template = None if parts.assigns else self._template(parts)
@@ -288,7 +288,7 @@ class Jitted(Generic[P, R]):
         self._cache, self._derived = form.jitted._cache, {} if form.variables else form.jitted._derived
         self._fast_calls = [] if form.variables else form.jitted._fast_calls
         # Traced values, and thus their tapes, aren't kept.
-        self._form, self._snapshot = (None, CHANGED) if parts.traced else (form, snapshot)
+        self._form, self.snapshot = (None, CHANGED) if parts.traced else (form, snapshot)
         return form
 
     def _template(self, parts: Parts) -> Template | None:
@@ -337,7 +337,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function."""
-        if not kwargs and tracing.tape is None and tracing.recorder is None and is_unchanged(self._snapshot):
+        if not kwargs and tracing.tape is None and tracing.recorder is None and is_unchanged(self.snapshot):
             for _, call in self._fast_calls:
                 made = call(args)
                 if made is not MISSED:

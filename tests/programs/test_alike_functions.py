@@ -344,3 +344,16 @@ def test_a_map_of_a_step_that_is_jitted_again(traces):
     traces.clear()
     np.testing.assert_allclose(np.ravel(made()(np.ones((3, 1)))), [1.5, 1.875, 1.96875])
     assert not traces
+
+
+def test_numbers_of_a_compiled_function_inside_of_another_one(traces):
+    """The variable of an enclosing function changes between calls of the outer function, which is made once."""
+    rate = 1.0
+    decayed = mpiad.jit(lambda x: anp.sum(anp.exp(-rate * x)))
+    slope = mpiad.jit(value_and_grad(lambda x: 2.0 * decayed(x)))
+    for rate in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        known = len(traces)
+        value, gradient = slope(X)
+        np.testing.assert_allclose(value, 2 * np.sum(np.exp(-rate * X)), rtol=1e-13)
+        np.testing.assert_allclose(gradient, -2 * rate * np.exp(-rate * X), rtol=1e-13)
+    assert len(traces) == known

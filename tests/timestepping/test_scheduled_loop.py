@@ -119,6 +119,7 @@ def test_values_and_gradients(checkpoints, steps, by_commands):
     assert len(by_commands) >= 2 * HAS_COMMANDS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", ["loss", "gradient"])
 def test_within_compiled_functions(compiled, by_commands):
     loss = loss_of(step, observed, 40, 4)
