@@ -247,7 +247,7 @@ class Jitted(Generic[P, R]):
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        self._cache = ProgramCache(fun, self.__name__, strict, exact)
+        self._cache: ProgramCache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
