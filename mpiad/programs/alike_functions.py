@@ -79,7 +79,7 @@ class Parts:
         if depth and kind is functools.partial:
             return self._partial(value, depth)
         if depth and kind is self._kind:
-            form = value.form() if tracing.recorder is None else None
+            form = None if value.is_read or tracing.recorder is not None else value.form()
             if form is not None and not form.variables:  # those that are alike have one compiled function
                 self.compiled.append(form.jitted)
                 self.snapshot += value.snapshot

@@ -257,6 +257,7 @@ class Jitted(Generic[P, R]):
         self._form: Form | None = Form(self)
         self.snapshot: Any = ()
         self._own: Jitted | None = None  # has the programs if no other function can have them
+        self.is_read = False  # whether its parts are being read: it may call itself
 
     @classmethod
     def shared(cls, fun: Function, strict: bool, exact: bool) -> Jitted:
@@ -276,7 +277,11 @@ class Jitted(Generic[P, R]):
             return Form(self)
         if self._form is not None and is_unchanged(self.snapshot):
             return self._form
-        parts = Parts(self.fun, Jitted)
+        self.is_read = True
+        try:
+            parts = Parts(self.fun, Jitted)
+        finally:
+            self.is_read = False
         template = None if parts.assigns else self._template(parts)
         if template is None:
             self._own = self._own or Jitted(self.fun, *self.options)
