@@ -391,7 +391,7 @@ def linearized(program: Program, inner: Sequence[int], recorder: Recorder) -> tu
         results, cotangents = map(outer.with_indices, _with_reverse_pass(recorder, evaluation, given, inner, seeded))
     nodes = outer.nodes()
     read = _read(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
-    free = [x.number for x, _ in (*inputs, *results) if type(x) is Ref]
+    free = {x.number for x, _ in (*inputs, *results) if type(x) is Ref}
     residuals, repeated = chosen(recorder, nodes[:middle], read, free)
     kept = program.kept.union(range(len(results), len(results) + len(residuals)))
     forward = Program(recorder, nodes[:middle], inputs, [*results, *residuals], len(nodes), kept)

@@ -3,6 +3,7 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from autograd.extend import defjvp, defvjp, primitive
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
@@ -95,3 +96,29 @@ def test_what_is_cheap_is_computed_again(make, most, count, monkeypatch):
     np.testing.assert_allclose(np.sum(w * product), sum(differences) / (60 * h), rtol=1e-9)
     assert stored
     assert max(stored) <= most * count
+
+
+@primitive
+def reversed_gradient(x):
+    return x
+
+
+defvjp(reversed_gradient, lambda ans, x: lambda g: -g)
+defjvp(reversed_gradient, lambda g, ans, x: -g)
+
+
+def test_functions_that_return_their_arguments():
+    """Such a function has the value of its argument, but another derivative."""
+
+    def fun(x):
+        y = 2.0 * x + 1.0
+        z = reversed_gradient(y)
+        return anp.sum(z * z * y + anp.sin(z) * z)
+
+    x, v = np.linspace(0.1, 1.0, 5), np.linspace(1.0, -2.0, 5)
+    y = 2.0 * x + 1.0
+    # With dz = -dy and y = z in value, the derivatives are those of z²y + z sin z with respect to z and y.
+    by_zz, by_zy = 2 * y + 2 * np.cos(y) - y * np.sin(y), 2 * y
+    product = 4.0 * (by_zz - 2 * by_zy) * v
+    np.testing.assert_allclose(mpiad.hvp(fun)(x, v), product, rtol=1e-13)
+    np.testing.assert_allclose(mpiad.hvp(mpiad.jit(fun, strict=True))(x, v), product, rtol=1e-13)
