@@ -24,8 +24,6 @@ from mpiad.pytrees import is_variable
 from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")
-# The maximum number of forms of the same code whose closures have other objects.
-_MOST_OF_ONE_CODE = 8
 # The maximum number of operations of a function that isn't jitted: compiling one may take 10 to 40 ms.
 _MOST_OPERATIONS = 1000
 _templates = Templates()
@@ -78,7 +76,7 @@ def _is_compiled(fun: Function, plain: FunctionType, calls_jitted: bool) -> bool
     user_function = wrapped if isinstance(wrapped, FunctionType) else plain
     code = user_function.__code__
     _counts[code] += 1
-    if not effect and _counts[code] > _MOST_OF_ONE_CODE:
+    if not effect and _counts[code] > Templates.MOST_OF_ONE_CODE:
         effect = "reads other objects of enclosing functions in each loop"
     if effect and code not in _warned:
         _warned.add(code)

@@ -154,13 +154,13 @@ _CUTS = frozenset({"communicate", "call"})
 # Kinds of nodes that are computed by a loop over the entries of their first operand.
 _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
 
-# Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `_KEEPING` for storing an
+# Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `KEEPING` for storing an
 # entry and reading it again.
-_CALL, _KEEPING = 20, 8
+_CALL, KEEPING = 20, 8
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most where real imag scale"""
-_COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
+COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, up to which number the arrays that it reads are counted, and the number of eras (see
 # `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
@@ -222,7 +222,7 @@ class Materialization:
             repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
             if node.kind == "join":
                 repeated = self._branches(node, costs)
-            if n in forced or repeated > _KEEPING:
+            if n in forced or repeated > KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
@@ -280,7 +280,7 @@ class Materialization:
             if node.kind == "elementwise":
                 exponent = self.nodes[node.inputs[-1]]
                 by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)
-                costs[n] += 2 if by_products else _COSTS.get(node.data[0], _CALL)
+                costs[n] += 2 if by_products else COSTS.get(node.data[0], _CALL)
             read = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = read if len(read) <= _MOST_LEAVES else frozenset(sorted(read)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)

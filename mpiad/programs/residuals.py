@@ -1,7 +1,8 @@
 """The choice of residuals: what the forward program of a derivative stores for the backward program.
 
 The backward program reads values of the forward one. It gets them as residuals, or computes them again from others. The
-choice is a minimum cut of the graph of values: storing an entry has a cost, and so has each operation that is repeated.
+choice is a minimum cut of the graph of values: storing an entry has a cost, and so has each operation that is repeated,
+the same as in the fusion of loops.
 """
 
 from __future__ import annotations
@@ -12,20 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mpiad.programs.fusion import COSTS, KEEPING
 from mpiad.programs.minimum_cut import side_of_source
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import PYTHON_NUMBERS, Constant, Ref, Step, array_of, cast, mapped, quotient, take
 
-# Costs per entry, in units of an addition: of an entry that is stored and read again, or only read since it is an argument.
-_KEEPING, _READING = 8, 3
-# Operations that loops compute in one cycle or two, without the reads; all but these and the next are never repeated.
-_SIMPLE = {cast, quotient} | {
-    getattr(np, name)
-    for name in """add subtract multiply negative positive absolute square conjugate sign real imag where maximum minimum
-    fmax fmin less less_equal greater greater_equal equal not_equal logical_and logical_or logical_not bitwise_and
-    bitwise_or invert""".split()
-}
-_DIVISIONS = {np.divide, np.sqrt}
+_READING = 3  # the cost of reading an entry of an argument, in the units of `COSTS`; that of storing one is `KEEPING`
+# Operations that cost as much as an addition, and aren't in `COSTS`.
+_SIMPLE = {cast, quotient, np.where, np.real, np.imag, np.bitwise_and, np.bitwise_or}
 # Operations that move entries, which a loop reads at another index.
 _MOVES = {take, array_of, np.roll, np.concatenate, np.stack, np.transpose, np.reshape, np.squeeze, np.swapaxes}
 
@@ -101,9 +96,11 @@ def _reads_arrays(key: object) -> bool:
 def _cost(step: Step) -> float:
     if step.fun is take and _reads_arrays(step.args[1]):
         return math.inf
-    if step.fun is np.power and type(step.args[1]) in PYTHON_NUMBERS and step.args[1] in (2, 3):
-        return 2
-    return 1 if step.fun in _SIMPLE or step.fun in _MOVES else 4 if step.fun in _DIVISIONS else math.inf
+    if step.fun is np.power:
+        return 2 if type(step.args[1]) in PYTHON_NUMBERS and step.args[1] in (2, 3) else math.inf
+    if step.fun in _SIMPLE or step.fun in _MOVES:
+        return 1
+    return COSTS.get(step.fun.__name__, math.inf) if isinstance(step.fun, np.ufunc) else math.inf
 
 
 def _cut(recorder: Recorder, values: dict[_Pair, _Value], ends: Sequence[_Pair], free: Container[int]) -> set[_Pair]:
@@ -115,7 +112,7 @@ def _cut(recorder: Recorder, values: dict[_Pair, _Value], ends: Sequence[_Pair],
     for pair, value in values.items():
         number, first = pair[0].number, place[pair]
         size = max(math.prod(recorder.specs[number][0]), 1)
-        edges += [(0, first, size * value.cost), (first, first + 1, size * (_READING if number in free else _KEEPING))]
+        edges += [(0, first, size * value.cost), (first, first + 1, size * (_READING if number in free else KEEPING))]
         if math.isfinite(value.cost):
             edges += [(place[parent] + 1, first, math.inf) for parent in value.parents]
     reached = side_of_source(2 * len(values) + 2, edges)
