@@ -218,10 +218,9 @@ class Materialization:
                     shape = self.nodes[x].shape
                     uses[x].add(_Use(at, levels[x], long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
-            is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
-            repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
-            if node.kind == "join":
-                repeated = self._branches(node, costs)
+            is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view")
+            again = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            repeated = self._branches(node, costs) if node.kind == "join" else again
             if n in forced or repeated > KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
@@ -384,7 +383,7 @@ class Schedule:
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
-        self._views: dict[int, Place] = {}  # views that the next loops store, each with all entries of its source
+        self._views: set[int] = set()  # views that the next loops store, each with all entries of its source
         # For arguments of the program with a copy in another buffer: the first step after the copy, and the copy's place.
         self.copies: dict[int, tuple[int, Place]] = {}
         # For computed nodes, the step that stores them; earlier loops that read one compute it again.
@@ -564,11 +563,8 @@ class Schedule:
                     seen.add(n)
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
-        # These loops read the source of such a view, which they may compute themselves.
-        for n, place in self._views.items():
-            if n not in self.places:
-                self._record(n, place)
-                self.since[n] = len(self.steps) - 1
+        # These loops read the sources of such views, which they may compute themselves.
+        self.since.update(dict.fromkeys(self._views, len(self.steps) - 1))
         self._views.clear()
 
     def _store(self, n: int, place: Place | None, is_readable: bool, items: list[Item]) -> None:
@@ -594,15 +590,6 @@ class Schedule:
         if not copies and node.kind in _BY_SOURCE and not fills_buffer:
             self._store(n, None, True, items)
             copies = True
-        # If the view contains all entries of its source, the source is stored in the order of the view. This is done
-        # only if both are in memory, or neither is.
-        if node.kind == "view" and copies == (node.inputs[0] in self.places):
-            back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
-            if back is not None:
-                if is_readable and not copies:
-                    self._views[n] = place
-                self._store(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
-                return
         if is_readable and not copies:
             self._record(n, place)
         if not copies and node.kind in _BY_SOURCE:
@@ -626,6 +613,15 @@ class Schedule:
             for x, start in zip(node.inputs, self.program.bounds_of(node)):
                 self._store(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
             return
+        # If the view contains all entries of its source, the source is stored in the order of the view. This is done
+        # only if both are in memory, or neither is.
+        if node.kind == "view" and copies == (node.inputs[0] in self.places):
+            back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
+            if back is not None:
+                if is_readable and not copies:
+                    self._views.add(n)
+                self._store(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
+                return
         reads = to_long(node.shape)
         items.append(Item(n, n, reads, Place(place.buffer, composed(place.map, reads)), copies))
 
@@ -635,7 +631,7 @@ class Schedule:
         written = {self._root(item.place.buffer) for item in pending}
         # A read of a node that isn't an item itself, such as a join or a reshaped array, waits for all stores to its
         # buffer.
-        wholes = {n for buffer in written for n in self._nodes_in.get(buffer, ()) if n not in computed}
+        wholes = {n for buffer in written for n in self._nodes_in.get(buffer, ()) if n not in computed | self._views}
         reads = {id(item): self._needs(item, computed | wholes) for item in pending}
         while pending:
             loop: list[Item] = []
@@ -680,5 +676,5 @@ class Schedule:
             starts = [(item.of, item.reads)]
         else:
             starts = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]
-        visited = nodes_read(self.program, starts, self.places.__contains__)
+        visited = nodes_read(self.program, starts, lambda n: n in self.places and n not in self._views)
         return {(n, map) for n, map in visited if n in written and n in self.places}

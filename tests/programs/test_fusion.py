@@ -64,6 +64,12 @@ def test_a_join_of_many_arrays_is_stored_part_by_part(join):
     assert all(len(text.boxes) == text.divisible for text in texts)  # none computes all parts of an entry and chooses one
 
 
+def test_a_reshaped_view_is_stored_once():
+    replays = replays_of(lambda u: mpiad.mpi_allreduce(anp.reshape(anp.transpose(anp.sin(u)), (-1,))), U)
+    assert counts(replays) == (1, 1, 0)
+    assert [len(step.items) for step in replays.schedule.steps if isinstance(step, Loop)] == [1]
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("reduction", [anp.sum, anp.prod, anp.max, anp.mean])
 def test_reductions_of_stacked_arrays_are_elementwise(axis, reduction):
