@@ -247,6 +247,13 @@ def test_kernels_ask_for_both():
         assert re.search(rf"def {name}\([^)]*\):\n    aligned_stack\(\)\n    wide_vectors\(\)\n", source)
 
 
+@pytest.mark.parametrize("d", [64, 65])
+def test_loops_over_many_components_are_not_unrolled(d):
+    problem = ODEProblem(lambda u, p, t: [-p[0] * x for x in u], np.ones(d), (0.0, 1.0), np.ones(1))
+    found = solve(EnsembleProblem(problem, p=np.ones((2, 1))), compile=True)
+    assert ("    rolled_loops()\n" in found.problem.kernel_source("forward")) == (d > 64)
+
+
 def test_kernels_that_call_functions_do_not_ask_for_wide_vectors():
     # Around each call of exp all vectors are put away: 1.2 times as slow with wide ones.
     for source in sources(lambda u, p, t: (p[0] * u[1], -anp.exp(u[0]))).values():
