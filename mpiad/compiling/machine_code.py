@@ -27,6 +27,10 @@ from typing import Any
 # llvmlite is imported only when it is needed, since the import takes 50 ms.
 
 MOST_HERE, _MOST_THERE = 128, 256  # numbers of modules that a process compiles
+# The attribute of functions in which LLVM doesn't replace indices by pointers (loop strength reduction). With many short
+# loops this would take nearly half of the time from optimized code to machine code, which wouldn't be faster.
+INDEXED = '"indexed-loops"'
+_LAST_LLVM = 22  # the last version that is known to have the option: LLVM ends the process if it doesn't know one
 _log = logging.getLogger("mpiad")
 
 
@@ -66,7 +70,13 @@ def _compiled(texts: Sequence[tuple[str, str]], level: int) -> tuple[bytes, list
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     outside = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
-    return machine.emit_object(module), outside
+    if llvm.llvm_version_info[0] > _LAST_LLVM or not any(INDEXED in text for text, _ in texts):
+        return machine.emit_object(module), outside
+    llvm.set_option("", "-disable-lsr")
+    try:
+        return machine.emit_object(module), outside
+    finally:
+        llvm.set_option("", "-disable-lsr=false")  # other packages compile by the same LLVM
 
 
 class _Compiler:

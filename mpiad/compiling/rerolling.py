@@ -301,11 +301,14 @@ class _Printer:
 
 def _affine(indices: Array, row: int) -> tuple[int, int, int, int] | None:
     """Return base, a, b and c with indices[i row + j, k] = base + a i + b j + c k; None if there are none."""
-    x = indices.reshape(-1, row, indices.shape[1])
-    base = int(x[0, 0, 0])
-    a, b, c = (int(np.take(x, 1, axis)[0, 0]) - base if x.shape[axis] > 1 else 0 for axis in range(3))
-    i, j, k = np.ogrid[tuple(map(slice, x.shape))]
-    return (base, a, b, c) if (base + a * i + b * j + c * k == x).all() else None
+    members, terms = indices.shape
+    base = int(indices[0, 0])
+    a = int(indices[row, 0]) - base if members > row else 0
+    b = int(indices[1, 0]) - base if row > 1 else 0
+    c = int(indices[0, 1]) - base if terms > 1 else 0
+    n = np.arange(members)
+    expected = (base + a * (n // row) + b * (n % row))[:, None] + c * np.arange(terms)
+    return (base, a, b, c) if (expected == indices).all() else None
 
 
 def _text(operand: _Operand, counters: Sequence[str], r: int) -> str:

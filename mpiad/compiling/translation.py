@@ -46,6 +46,7 @@ from mpiad.compiling.block_builder import (
     type_of,
 )
 from mpiad.compiling.elementary import definitions
+from mpiad.compiling.machine_code import INDEXED
 
 # The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
 
@@ -190,10 +191,12 @@ _BYTES = {SINGLE: 4, DOUBLE: 8}
 VECTOR = 8  # the length of vectors in loops over lanes; n must be a multiple of it
 _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
-# The metadata of a loop that is vectorized, but not unrolled.
+# The metadata of a loop that is vectorized, but not unrolled; and of one that isn't vectorized either.
 _ROLLED = """!0 = distinct !{!0, !1, !2}
 !1 = !{!"llvm.loop.unroll.disable"}
-!2 = !{!"llvm.loop.interleave.count", i32 1}"""
+!2 = !{!"llvm.loop.interleave.count", i32 1}
+!3 = distinct !{!3, !1, !4}
+!4 = !{!"llvm.loop.vectorize.enable", i1 false}"""
 
 
 def translated(
@@ -220,7 +223,7 @@ class _Module:
         self.defined, self.fast, self.linked = defined, fast, linked
         self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
-        self.latch = ""  # the metadata of loops of constant length
+        self.has_rolled_loops = False  # whether loops of constant length aren't unrolled
         self.tables: dict[str, str] = {}  # the names of constant arrays, by type and entries
         self._translations: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
@@ -564,7 +567,8 @@ class _Function:
                 case ast.Expr(value=ast.Call(func=ast.Name(id="wide_vectors"))):
                     self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
                 case ast.Expr(value=ast.Call(func=ast.Name(id="rolled_loops"))):
-                    self._module.latch = ", !llvm.loop !0"
+                    self._module.has_rolled_loops = True
+                    self.attributes += f" {INDEXED}"
                     self._module.declared["!llvm.loop"] = _ROLLED
                 case ast.Expr(value=ast.Call(func=ast.Name(id="fetched"), args=[table, index])):
                     self._prefetch(table, index)
@@ -722,9 +726,17 @@ class _Function:
         self._loop_body(nodes, after)
         next = build.name(f"add nsw i64 {current.text}, {step}")
         build.do(f"store i64 {next}, ptr {counter}")
-        is_constant = all(isinstance(x, ast.Constant) for x in bounds)
-        build.jump(again, self._module.latch if is_constant else "")
+        is_rolled = self._module.has_rolled_loops and all(isinstance(x, ast.Constant) for x in bounds)
+        # LLVM takes long to find out that vectors of entries at looked-up indices gain nothing.
+        latch = "" if not is_rolled else f", !llvm.loop !{3 if any(map(_looks_up, nodes)) else 0}"
+        build.jump(again, latch)
         build.enter(after)
+
+
+def _looks_up(node: ast.stmt) -> bool:
+    """Return whether a statement reads an index of an array in another array."""
+    indices = [x.slice for x in ast.walk(node) if isinstance(x, ast.Subscript)]
+    return any(isinstance(x, ast.Subscript) for index in indices for x in ast.walk(index))
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:

@@ -18,6 +18,7 @@ from machine_load import slowdown
 from mpiad.compiling import cache, translation
 from mpiad.compiling.arguments import Argument, arguments_of
 from mpiad.compiling.cache import Source, code_of, loaded
+from mpiad.compiling.machine_code import _compiled
 from mpiad.compiling.translation import translated
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
 
@@ -222,6 +223,35 @@ def test_constant_ranges_of_kernels_with_many_loops_are_not_unrolled():
     kernel = Source(text, "run", "void(float64[::1])")
     loaded(*code_of([kernel]), [kernel.signature])[0](x)
     np.testing.assert_array_equal(x, 2.0 * (np.arange(130.0) + (np.arange(130) < 100)))
+
+
+def test_loops_that_look_up_indices_are_neither_unrolled_nor_vectorized():
+    loops = "    for i in range(100):\n        x[table[i]] += 1.0\n    for i in range(100):\n        x[i] *= 2.0\n"
+    signature, names = "void(float64[::1], int64[::1])", "def run(x, table):\n    rolled_loops()\n"
+    ir = translated(names + loops, "run", arguments_of(signature))
+    assert (ir.count("!llvm.loop !3"), ir.count("!llvm.loop !0")) == (1, 1)
+    x, table = np.arange(130.0), np.arange(100)[::-1] // 2
+    loaded(*code_of([Source(names + loops, "run", signature)]), [signature])[0](x, table)
+    expected = np.arange(130.0)
+    np.add.at(expected, table, 1.0)
+    np.testing.assert_array_equal(x, expected * np.where(np.arange(130) < 100, 2.0, 1.0))
+
+
+@pytest.mark.parametrize("version, is_known", [((22, 1, 0), True), ((99, 0, 0), False)])
+def test_indices_stay_indices_in_kernels_with_many_loops_only_and_other_packages_see_no_option(
+    version, is_known, monkeypatch
+):
+    import llvmlite.binding as llvm
+
+    options = []
+    set_option = llvm.set_option
+    monkeypatch.setattr(llvm, "llvm_version_info", version)
+    monkeypatch.setattr(llvm, "set_option", lambda name, option: (options.append(option), set_option(name, option)))
+    for attribute in ("", "    rolled_loops()\n"):
+        text = f"def run(x):\n{attribute}    for i in range(100):\n        x[i] += 1.0\n"
+        _compiled([(translated(text, "run", arguments_of("void(float64[::1])")), "run")], 2)
+    # LLVM ends the process if it doesn't know an option.
+    assert options == (["-disable-lsr", "-disable-lsr=false"] if is_known else [])
 
 
 def sources(f, condition=None):
