@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,6 +60,7 @@ class Axis(NamedTuple):
 IndexMap: TypeAlias = tuple[Axis, ...]  # an `Axis` for each axis of the source
 
 
+@cache
 def identity(ndim: int) -> IndexMap:
     """Return the map of an array to itself."""
     return tuple([Axis(k, 1, 0) for k in range(ndim)])
@@ -71,6 +73,8 @@ def is_identity(map: IndexMap, shape: Shape, result: Shape) -> bool:
 
 def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
     """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of `inner`."""
+    if inner is identity(len(outer)):
+        return outer
     axes = []
     for source, stride, offset in inner:
         if isinstance(source, Lookup):
@@ -103,8 +107,11 @@ def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
     return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
+@lru_cache(1000)
 def broadcast(shape: Shape, target: Shape) -> IndexMap:
     """Return the map that broadcasts an array of shape `shape` to shape `target`."""
+    if shape == target:
+        return identity(len(shape))
     lead = len(target) - len(shape)
     pairs = enumerate(zip(shape, target[lead:]), lead)
     return tuple([Axis(None, 0, 0) if n == 1 != length else Axis(k, 1, 0) for k, (n, length) in pairs])

@@ -227,7 +227,7 @@ class Materialization:
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
                 uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape))}
             for x, map in reads_of(self.program, node):
-                uses[x].update([use._replace(map=composed(map, use.map)) for use in uses[n]])
+                uses[x].update([_Use(*use[:3], composed(map, use.map)) for use in uses[n]])
         return kept
 
     def _branches(self, join: Node, costs: dict[int, int]) -> float:
