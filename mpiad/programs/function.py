@@ -23,6 +23,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Function
 from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey
+from mpiad.primitives.operation import suspended
 from mpiad.programs.alike_functions import CHANGED, Form, Parts, Template, Templates, is_unchanged, token
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
@@ -42,6 +43,7 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
+from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -251,6 +253,7 @@ class Jitted(Generic[P, R]):
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
+        self._estimate = 0  # see `estimated`
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.
@@ -432,6 +435,20 @@ class Jitted(Generic[P, R]):
         # A program for derivatives contains the operations of the function only.
         programs = programs or [_WITH_REVERSE_PASS * made.program.size for _, made in self._cache.programs.values()]
         return max(programs or [made.operations // made.calls for made in self._derived.values()], default=0)
+
+    def estimated(self, args: Callable[[], tuple]) -> int:
+        """Return `operations` at the first call, or an estimate by a trace for these arguments; 0 if that fails."""
+        self._estimate = self._estimate or self.operations or self._traced_operations(args())
+        return 0 if self.refused else self._estimate
+
+    def _traced_operations(self, args: tuple) -> int:
+        recorder = Recorder(self._cache.exact, most=self._cache.most_operations)
+        try:
+            with np.errstate(all="ignore"), suspended(body=False):
+                traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
+        except (Abandoned, Exception):  # noqa: BLE001
+            return 0
+        return _WITH_REVERSE_PASS * len(recorder.steps)
 
     def derived(
         self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False, calls: int = 1

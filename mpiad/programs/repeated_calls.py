@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import Box, getval
+from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.programs.calls_on_tape import is_simple, require_plain
 from mpiad.programs.program_cache import Entry, ProgramCache, admits_all, count
 from mpiad.programs.replay import Replay
@@ -162,6 +162,22 @@ def prepared(
     if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
         return None
     return RepeatedProgram(entry, layout, leaves, variables)
+
+
+def with_traced_state(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+    """Return the arguments of the first call on the tape: if some of them are traced, so is the whole state.
+
+    The results of this call, which are the state in the next one, are traced, too: one program serves all calls.
+    """
+    tape: Any = tracing.tape
+    boxes = [x for x in leaves if type(x) in _boxes]
+    if not boxes or type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not is_simple(tape, boxes):
+        return list(leaves)
+    given = list(leaves)
+    for k in layout.state:
+        if type(given[k]) not in _boxes:  # a variable whose cotangent isn't used
+            given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape, (), lambda g: ()))
+    return given
 
 
 def repeated_on_tape(

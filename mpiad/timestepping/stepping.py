@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import PRINTS, HoldsTraced, survey
@@ -109,6 +110,10 @@ class UserStepping:
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
+        if self._form is not None and not any(map(_is_single, (*leaves, *entries, *constants))):
+            # The results of a compiled step are arrays: one program serves the first step and all others. Next to arrays in
+            # single precision, a number of Python isn't an array: their products stay in single precision.
+            leaves = [np.asarray(leaf) if isinstance(leaf, (float, complex)) else leaf for leaf in leaves]
         self._params, self._count = params, None
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
@@ -154,7 +159,7 @@ class UserStepping:
     def steps_per_program(self) -> int:
         """The number of steps that one program contains; 1 if the program has only one, or isn't known yet."""
         if self._count is None and self._form is not None and tracing.recorder is None:
-            operations = self._form.jitted.operations
+            operations = self._form.jitted.estimated(self._plain_arguments)
             if operations:
                 most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1), self._length)
                 # The number with the smallest remainder is chosen, since the remaining steps run one by one.
@@ -173,6 +178,15 @@ class UserStepping:
                 self._is_local = is_local(by_python)
             return count if self._is_local else 1
         return count
+
+    def _plain_arguments(self) -> tuple:
+        """Return the arguments of the compiled form for the first step, without boxes."""
+        form: Any = self._form
+        args = self.args.at(Span(0, 1), self.args.state)
+        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
+        tree = *form.variables, self.build_state(args.state), 0, *entry, *self._build_params(args.params)
+        leaves, build = flatten(tree)
+        return build(list(map(getval, leaves)))
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
@@ -302,7 +316,12 @@ class UserStepping:
             if result is not None:
                 return result[0], joined([*blocks, result[1]])
             rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
-            state, observed = self._program(length)(*self.leaves(k, rest))
+            leaves = self.leaves(k, rest)
+            if tracing.tape is not None and k == 0:
+                from mpiad.programs.repeated_calls import with_traced_state  # see `compiled_form`
+
+                leaves = with_traced_state(self._layout(length, rest), leaves)
+            state, observed = self._program(length)(*leaves)
             if by_python is not None:
                 params = self._build_params(args.params)
                 blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
@@ -359,6 +378,12 @@ def _checked(leaves: list[Array], specs: list[Spec], names: list[str], number: i
     leaf, spec, name = next(x for x in zip(leaves, specs, names) if not is_variable(x[0]) or _spec(x[0]) != x[1])
     # The message shows the plain value, since the repr of a traced value is uninformative.
     raise _wrong_state(stop_gradient(leaf), spec, name, number)
+
+
+def _is_single(leaf: Array) -> bool:
+    """Return whether a leaf has the precision of float32 or less."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and dtype.kind in "fc" and np.finfo(dtype).bits < 64
 
 
 def _spec(leaf: Array) -> Spec:

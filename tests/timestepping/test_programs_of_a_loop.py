@@ -1,0 +1,114 @@
+"""How many programs a loop compiles: one for its first gradient, also if parts of the state are constants at first."""
+
+import math
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.programs.replay import Replays
+from mpiad.timestepping import scan
+
+COMM = MPI.COMM_WORLD
+AFTER, BEFORE = (COMM.rank + 1) % COMM.size, (COMM.rank - 1) % COMM.size
+STEPS, CELLS = 24, 5
+ALL = np.random.default_rng(3).standard_normal((COMM.size, CELLS))
+START, WEIGHTS = ALL[COMM.rank], np.cos(np.arange(CELLS)) * (COMM.rank + 1)
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The programs that have been compiled."""
+    made, init = [], Replays.__init__
+    monkeypatch.setattr(Replays, "__init__", lambda self, schedule: (made.append(self), init(self, schedule))[1])
+    return made
+
+
+def step(state, k, a):
+    """A wave whose speed depends on the field, with a step size of its own: all parts depend on all others after a step."""
+    u, v, t = state
+    dt = 0.1 / (1.0 + mpiad.mpi_allreduce(anp.sum(u**2)) / 50.0)
+    low = mpiad.mpi_exchange(u[-1:], dest=AFTER, source=BEFORE)
+    v = v + dt * a * (anp.concatenate([low, u[:-1]]) - u) + 0.01 * anp.sin(t)
+    return u + dt * v, v, t + dt
+
+
+def whole(u, a):
+    """The same loop of all ranks together, with NumPy; u: the rows of the ranks."""
+    v, t = np.zeros_like(u), 0.0
+    for _ in range(STEPS):
+        dt = 0.1 / (1.0 + np.sum(u**2) / 50.0)
+        v = v + dt * a * (np.roll(u, 1) - u) + 0.01 * np.sin(t)
+        u, t = u + dt * v, t + dt
+    weights = np.cos(np.arange(CELLS)) * np.arange(1, COMM.size + 1)[:, None]
+    return np.sum(weights * u**2) + np.sum(v**3) + COMM.size * t**2
+
+
+def loss_of(advance, t):
+    def loss(u, a):
+        u, v, t_end = scan(advance, (u, np.zeros(CELLS), t), STEPS, a)
+        return anp.sum(WEIGHTS * u**2) + anp.sum(v**3) + t_end**2
+
+    return loss
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("t", [0.0, np.zeros(()), np.float64(0.0)], ids=["number", "array", "scalar"])
+def test_the_first_gradient_has_one_program(t, programs):
+    gradient = mpiad.value_and_grad(loss_of(mpiad.jit(step, strict=True), t), (0, 1), shared=(False, True), objective="sum")
+    for a in (0.7, 0.9):
+        value, (of_u, of_a) = gradient(START, a)
+        np.testing.assert_allclose(value, whole(ALL, a), rtol=1e-12)
+        np.testing.assert_allclose(of_a, whole(ALL, a + 1e-30j).imag / 1e-30, rtol=1e-11)
+        along = np.sin(1.0 + np.arange(ALL.size)).reshape(ALL.shape)
+        found = COMM.allreduce(np.sum(of_u * along[COMM.rank]))
+        np.testing.assert_allclose(found, whole(ALL + 1e-30j * along, a).imag / 1e-30, rtol=1e-11)
+    assert len(programs) == 1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_time_that_has_no_derivative(plain, programs):
+    def step(state, k, a):
+        u, t = state
+        sine = anp.sin(t) if not plain else math.sin(t)  # which isn't compiled
+        return u * (1.0 + 0.1 * a * sine), t + 0.1
+
+    def loss(a):
+        u, t = scan(advance, (np.ones(3), 0.0), STEPS, a)
+        return anp.sum(u**2) * t
+
+    def expected(a):
+        return 3 * np.prod(1.0 + 0.1 * a * np.sin(0.1 * np.arange(STEPS))) ** 2 * 0.1 * STEPS
+
+    advance = mpiad.jit(step, strict=not plain)
+    value, slope = mpiad.value_and_grad(loss)(0.8)
+    np.testing.assert_allclose([value, slope], [expected(0.8), expected(0.8 + 1e-30j).imag / 1e-30], rtol=1e-12)
+    assert plain or len(programs) == 1
+
+
+@pytest.mark.serial
+def test_numbers_beside_single_precision_stay_numbers():
+    advance = mpiad.jit(
+        lambda state, k: (state[0] * anp.cos(0.1 * state[0]) + 0.01 * state[1], state[1] + 0.1), strict=True
+    )
+    u, t = scan(advance, (np.linspace(0.1, 1.0, 4, dtype=np.float32), 0.0), 5)
+    expected, time = np.linspace(0.1, 1.0, 4, dtype=np.float32), 0.0
+    for _ in range(5):
+        expected, time = expected * np.cos(np.float32(0.1) * expected) + 0.01 * time, time + 0.1
+    assert u.dtype == np.float32
+    np.testing.assert_allclose(u, expected, rtol=1e-6)
+    np.testing.assert_allclose(t, time)
+
+
+@pytest.mark.serial
+def test_the_length_of_a_program_is_known_before_the_first_step(programs):
+    """No program of a single step is compiled; later loops have the same length, so that commands can run them."""
+    advance = mpiad.jit(lambda u, k, a: u + 0.1 * a * anp.sin(u), strict=True)
+    for _ in range(3):
+        mpiad.grad(lambda a: anp.sum(scan(advance, np.ones(4), 20, a)))(0.5)
+    assert len(programs) == 1
+    scan(advance, np.ones(4), 20, 0.5)
+    assert len(programs) == 2
