@@ -138,7 +138,7 @@ def minimize(
     Returns
     -------
     MinimizeResult
-        SciPy's fields, with `x` and `jac`, the gradient at `x`, in the structure of x0, and
+        SciPy's fields, with `x`, `fun` and `jac`, the value and the gradient at `x`, in the structure of x0, and
 
         - `history`: its attributes are arrays with an entry for the starting point and each iterate: `history.loss`,
           `gradient_norm` (largest entry), `step` (length of the step), `evaluations` and `seconds` since the start;

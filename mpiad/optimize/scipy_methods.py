@@ -71,12 +71,13 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
             options=options,
             callback=iterates,
         )
-        value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
-        result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
-        jacobians = result.jac
-        result = corrected(result, points, constrained=bool(constraints))
+        no_step = not result.success and result.status == method.no_step
         if method.name == "trust-constr":  # SciPy calls the gradient `grad`, and the Jacobians of the constraints `jac`
-            result.constr_jac, result.grad = jacobians, result.jac
+            result.constr_jac = result.jac
+        result = corrected(result, points, constrained=bool(constraints))
+        result.message = f"{result.message.strip()} {_NO_STEP}" if no_step else result.message
+        if method.name == "trust-constr":
+            result.grad = result.jac
             if box is not None and not constraints:
                 _check_projected_gradient(result, box, options.get("gtol", arguments.tol) or _GTOL)
         if iterates.resumed:  # SciPy counts from the restart
@@ -148,6 +149,7 @@ class Method(NamedTuple):
     has_maxiter: bool = True  # whether it has the option `maxiter`
     bounded: bool = False  # whether it supports bounds
     constrained: bool = False  # whether it supports constraints
+    no_step: int = 2  # its status if the line search finds no lower value
 
 
 _METHODS = {
@@ -155,8 +157,8 @@ _METHODS = {
     "l-bfgs-b": Method("L-BFGS-B", True, False, True, bounded=True),
     "bfgs": Method("BFGS", True, False),
     "cg": Method("CG", True, False),
-    "tnc": Method("TNC", True, False, True, has_maxiter=False, bounded=True),
-    "slsqp": Method("SLSQP", False, False, bounded=True, constrained=True),
+    "tnc": Method("TNC", True, False, True, has_maxiter=False, bounded=True, no_step=4),
+    "slsqp": Method("SLSQP", False, False, bounded=True, constrained=True, no_step=8),
     "newton-cg": Method("Newton-CG", False, True),
     "trust-ncg": Method("trust-ncg", False, True),
     "trust-krylov": Method("trust-krylov", False, True),
@@ -174,6 +176,11 @@ def method_named(name: object) -> Method | None:
     return _METHODS.get(lower)
 
 
+_NO_STEP = (
+    "No step from x lowers the objective. If the gradient at x is almost zero, x is a minimum up to rounding errors. "
+    "Otherwise the objective may have jumps or noise (as sorting, rounding and random numbers have), or its gradient is "
+    "inconsistent: call mpiad.testing.check_grads at x."
+)
 _GTOL = 1e-8  # SciPy's default for "trust-constr"
 
 
@@ -217,19 +224,24 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.count("value"))
-    best, value = points.best, float(result.fun)
+    # SciPy's `fun` may be a substitute, and L-BFGS-B's x isn't the point of its `fun` if a line search fails.
     gradient = _gradient_at(result.x, points)
+    best, value = points.best, points.at(np.ascontiguousarray(result.x, dtype=float)).value
+    result.fun = value
     if best is None:
         result.success = False
         result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is finite."
         result.status = result.status or 3
-    elif not math.isfinite(value):
-        _set_x(result, best, f"x is the best point found, since the objective is {value} at the last point.")
+    elif value is None or not math.isfinite(value):
+        known = "not known" if value is None else value
+        _set_x(result, best, points, f"x is the best point found, since the objective is {known} at the last point.")
     elif constrained and not result.success and points.best_improves_on(np.asarray(result.x, dtype=float), value):
-        _set_x(result, best, "x is the point with the least violation of constraints, and the lowest value of such points.")
+        reason = "x is the point with the least violation of constraints, and the lowest value of such points."
+        _set_x(result, best, points, reason)
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
         converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
-        _set_x(result, best, f"x is the best point found, since the last one has a higher value, {value}.", converged)
+        reason = f"x is the best point found, since the last one has a higher value, {value}."
+        _set_x(result, best, points, reason, converged)
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3
         result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
@@ -237,8 +249,16 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     return result
 
 
-def _set_x(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
+# Results of "trust-constr" and "SLSQP" at the last point, which describe no other point.
+_OF_LAST_POINT = {"constr", "constr_jac", "lagrangian_grad", "multipliers", "optimality", "v"}
+
+
+def _set_x(result: scipy.optimize.OptimizeResult, best: Point, points: Points, reason: str, success: bool = False) -> None:
     result.x, result.fun = best.x.copy(), best.value
+    for name in _OF_LAST_POINT & result.keys():
+        del result[name]
+    if "constr_violation" in result:
+        result.constr_violation = points.violation(best.x)
     if result.success and not success:
         result.success, result.status = False, 2
     result.message = f"{result.message} But {reason}"

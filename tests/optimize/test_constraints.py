@@ -145,9 +145,11 @@ def test_limit_returns_the_least_violation(method: str, limit: int) -> None:
     assert disc(result.x) > -0.5  # FUN is zero at the start, which violates by that
 
 
-@pytest.mark.parametrize("most", [2, 3, 5])
-def test_the_point_of_an_unfinished_solve_violates_least(most: int, rank: int) -> None:
-    """SLSQP ends where a point met before violated the disc less, and lay no higher."""
+@pytest.mark.parametrize(
+    ("method", "most"), [("SLSQP", 2), ("SLSQP", 3), ("SLSQP", 5), ("trust-constr", 7), ("trust-constr", 8)]
+)
+def test_the_point_of_an_unfinished_solve_violates_least(method: str, most: int, rank: int) -> None:
+    """The method ends where a point met before violated the disc less, and lay no higher."""
     met: list[tuple[float, float]] = []
 
     def fun(x: Any) -> Any:
@@ -157,9 +159,14 @@ def test_the_point_of_an_unfinished_solve_violates_least(most: int, rank: int) -
 
     inside = {"type": "ineq", "fun": lambda x: 1.0 - anp.sum(x**2)}
     result = minimize(
-        fun, np.array([3.0, -2.0]), method="SLSQP", objective="mean", constraints=inside, options={"maxiter": most}
+        fun, np.array([3.0, -2.0]), method=method, objective="mean", constraints=inside, options={"maxiter": most}
     )  # fmt: skip
     assert not result.success
+    for name, fields in {
+        "constr": [inside["fun"](result.x)],
+        "constr_violation": max(0.0, -inside["fun"](result.x)),
+    }.items():
+        assert name not in result or np.allclose(result[name], fields)
     np.testing.assert_allclose(fun(result.x), result.fun, rtol=1e-13)
     assert met.pop() == pytest.approx(min(met), rel=1e-12)
 

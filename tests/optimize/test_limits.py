@@ -13,6 +13,7 @@ import pytest
 import scipy.optimize
 from known_problems import PROBLEMS
 
+import mpiad
 from mpiad.optimize import minimize
 from mpiad.optimize.evaluated_points import Ending, EndMethod, Point
 from mpiad.optimize.scipy_methods import corrected
@@ -201,6 +202,35 @@ def test_a_lower_point_that_was_seen_replaces_the_end(
     assert np.array_equal(result.x, [1.0, 2.0] if moved else [0.0, 0.0])
     assert result.fun == (best if moved else 3.0) and ("best point" in result.message) == moved
     assert np.isnan(result.jac).all() == (moved and gradient is None)
+
+
+def jumps(x: Any) -> Any:
+    return anp.sum(anp.cosh(x - 1.0)) + 1e-3 * anp.sum(anp.floor(50 * anp.sin(7 * x)))
+
+
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.9)])
+@pytest.mark.parametrize("method", METHODS)
+def test_value_and_gradient_are_those_of_the_best_point(method: str, bounds: Any, rank: int) -> None:
+    if bounds is not None and method not in ("L-BFGS", "TNC", "SLSQP", "trust-constr"):
+        pytest.skip("no bounds")
+    seen = []
+
+    def fun(x: Any) -> Any:
+        here = mpiad.stop_gradient(x)
+        if bounds is None or np.all((here >= bounds[0]) & (here <= bounds[1])):
+            seen.append(jumps(here))
+        return jumps(x)
+
+    for seed in range(8):
+        seen.clear()
+        start = np.random.default_rng(seed).normal(size=4)
+        options = {"maxfun": 60} if method == "TNC" else {"maxiter": 40}
+        found = minimize(fun, start, method=method, bounds=bounds, options=options)
+        assert found.fun == jumps(found.x) and np.array_equal(found.jac, np.sinh(found.x - 1.0))
+        assert found.fun <= min(seen) * (1.0 + 1e-15)
+        assert bounds is None or np.all((found.x >= bounds[0]) & (found.x <= bounds[1]))
+        if method in ("L-BFGS", "BFGS", "Newton-CG") and not found.success:
+            assert "may have jumps or noise" in found.message and "check_grads" in found.message
 
 
 def test_waiting_ranks_leave_their_cores(rank: int) -> None:
