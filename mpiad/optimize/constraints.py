@@ -70,41 +70,43 @@ class Box(NamedTuple):
         return (x > self.low[part]) & (x < self.high[part])
 
 
-def box_of(bounds: Any, size: int) -> Box | None:
-    """Return the bounds of `size` variables, None if there are none; raise a TypeError or ValueError if one is invalid."""
+def box_of(bounds: Any, packing: Packing, call: str = "minimize") -> Box | None:
+    """Return the bounds of the variables, None if there are none; raise a TypeError or ValueError if one is invalid."""
     if bounds is None:
         return None
     for limit in (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,):
         if is_device_array(limit):
             raise TypeError(
-                f"minimize: bounds must be on the host, but got {named(limit)}. Pass mpiad.device.to_host(bounds), also "
+                f"{call}: bounds must be on the host, but got {named(limit)}. Pass mpiad.device.to_host(bounds), also "
                 "for variables on a device."
             )
-    if isinstance(bounds, scipy.optimize.Bounds):
-        low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
-    else:
-        try:
-            limits = list(bounds)
-            one_for_all = len(limits) == 2 and all(np.ndim(limit) == 0 for limit in limits)
-            pairs = [(low, high) for low, high in ([limits] if one_for_all else limits)]
-            low = np.array([-np.inf if low is None else low for low, _ in pairs], dtype=float)
-            high = np.array([np.inf if high is None else high for _, high in pairs], dtype=float)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}. Pass one pair of numbers for all "
-                "variables or for each variable, with None for no bound, or a scipy.optimize.Bounds."
-            ) from None
+    parts = " A complex number is two variables, its real and its imaginary part." if packing.holds_complex else ""
     try:
-        low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
+        if isinstance(bounds, scipy.optimize.Bounds):
+            limits = [bounds.lb, bounds.ub]
+        else:
+            given = list(bounds)
+            one_for_all = len(given) == 2 and all(np.ndim(limit) == 0 for limit in given)
+            pairs = [(low, high) for low, high in ([given] if one_for_all else given)]
+            limits = [[-np.inf if low is None else low for low, _ in pairs]]
+            limits.append([np.inf if high is None else high for _, high in pairs])
+        low, high = (np.ravel(limit).astype(float, casting="same_kind") for limit in limits)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{call}: bounds must be pairs (low, high) of real numbers, but got {bounds!r:.60}. Pass one pair for all "
+            f"variables or for each variable, with None for no bound, or a scipy.optimize.Bounds.{parts}"
+        ) from None
+    try:
+        low, high = np.broadcast_to(low, packing.size).copy(), np.broadcast_to(high, packing.size).copy()
     except ValueError:
         got = f"{low.size} lower and {high.size} upper bounds"
-        expected = f"one pair of bounds for each of the {size} variables"
-        raise ValueError(f"minimize: expected {expected}, but got {got}.") from None
+        expected = f"one pair of bounds for each of the {packing.size} variables"
+        raise ValueError(f"{call}: expected {expected}, but got {got}.{parts}") from None
     wrong = np.flatnonzero(~(low <= high))
     if wrong.size:
         k = int(wrong[0])
         got = f"lower bound {low[k]} and upper bound {high[k]}"
-        raise ValueError(f"minimize: no lower bound may exceed the upper bound, but variable {k} has {got}.")
+        raise ValueError(f"{call}: no lower bound may exceed the upper bound, but variable {k} has {got}.")
     return Box(low, high)
 
 

@@ -32,6 +32,7 @@ from mpiad.optimize.checkpoint import (
     problem_of,
     without_on_signal,
 )
+from mpiad.optimize.constraints import box_of
 from mpiad.optimize.evaluated_points import INTERRUPTED, RTOL_OF_VALUES, STOPPED, Ending, EndMethod, Point
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates, result_like_x0
@@ -380,21 +381,33 @@ class Arguments(NamedTuple):
     checkpoint: CheckpointFile | None
 
 
+def _as_bounds(bounds: Any) -> scipy.optimize.Bounds:
+    if isinstance(bounds, scipy.optimize.Bounds):
+        return bounds
+    try:
+        low, high = bounds
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{_CALL}: bounds must be a pair (low, high) of numbers or arrays, but got {bounds!r:.60}."
+        ) from None
+    return scipy.optimize.Bounds(low, high)
+
+
 def run_method(arguments: Arguments, program: Program, x0: Tree, solve: RootDriven) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result without `fun` and `jac`."""
     keywords, loss, f_scale, tr_solver, callback, checkpoint = arguments
     start = solve.packing.pack(x0)
+    box = box_of(_as_bounds(keywords["bounds"]), solve.packing, _CALL)
+    keywords = {**keywords, "bounds": box}
     description: dict[str, object] = {}
     if checkpoint is not None:
-        bounds = keywords["bounds"]
-        limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         description = {
             "method": f"least_squares, {keywords['method']}",
             **problem_of(program, solve.packing, start, solve.channel.size),
             "loss": loss if isinstance(loss, str) else "a function",
             "f_scale": float(f_scale),
             "tr_solver": tr_solver,
-            "bounds (checksum)": fingerprint(*(np.broadcast_to(np.asarray(each, float), start.shape) for each in limits)),
+            "bounds (checksum)": fingerprint(*box),  # type: ignore[misc]
         }
     options = {name: value for name, value in keywords.items() if name not in ("bounds", "method")}  # see `description`
     problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, options, "least_squares"))
@@ -474,7 +487,8 @@ def least_squares(
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's residuals: an array of any
         shape, or None if it has no residuals.
     x0 : pytree of arrays
-        The starting point. It is used on the root; other ranks pass None or the same pytree.
+        The starting point. It is used on the root; other ranks pass None or the same pytree. A complex number a + ib is
+        the two variables a, b in the flattened pytree.
     jac : callable, optional
         ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), with respect to the variables in
         the order of the flattened pytree. By default they are computed by differentiation of the whole program.

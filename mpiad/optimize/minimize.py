@@ -71,14 +71,16 @@ def minimize(
     x0 : pytree of arrays
         The starting point. It is used on the root; other ranks pass None or the same pytree. With a sharded method it is
         this rank's own part of the variables, of any structure and size (for blocks of a `Domain` use `Domain.minimize`). A
-        list of numbers is treated as an array.
+        list of numbers is treated as an array. The variables of the method are the real and imaginary parts of complex
+        numbers: a + ib is the two variables a, b in the flattened pytree.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr", "L-BFGS-sharded", "Newton-CG-sharded" or "MMA-sharded" (method of moving asymptotes).
     jac : callable or True, optional
         ``jac(x, *args)`` returns the gradient of L_r, in the structure of x. If it is True, `fun` returns
         ``(L_r, gradient)``. By default `value_and_grad` computes it, with ``shared=True``. With sharded methods it is the
-        gradient of the objective with respect to this rank's variables.
+        gradient of the objective with respect to this rank's variables. For a complex variable a + ib it is ∂/∂a - i ∂/∂b,
+        as in `value_and_grad`.
     hessp : callable, optional
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v, for methods that use it. By default `make_hvp` computes
         it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of the objective.

@@ -83,6 +83,7 @@ class Packing:
         # A complex number is packed as two variables, since methods work with real variables.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
+        self.holds_complex = any(dtype.kind == "c" for _, dtype in self.specs)
 
     def pack(self, tree: Tree, convert: Callable[[Array], Array] = lambda z: z) -> np.ndarray:
         """Return a pytree's variables as a new vector, shape (size,); raise unless they match the template."""

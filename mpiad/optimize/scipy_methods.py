@@ -105,7 +105,7 @@ def _bounds_and_constraints(
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
-    box, constraints = box_of(arguments.bounds, solve.packing.size), as_list(arguments.constraints)
+    box, constraints = box_of(arguments.bounds, solve.packing), as_list(arguments.constraints)
     if constraints and not method.constrained:
         raise ValueError(f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'.")
     return box, [constraint_of(each, solve.packing, solve.channel) for each in constraints]

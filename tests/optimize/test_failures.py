@@ -205,7 +205,7 @@ def test_mistakes_that_only_the_root_can_see() -> None:
         minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
     with pytest.raises(ValueError, match="one pair of bounds for each of the 3 variables"):
         minimize(bowl, np.zeros(3), bounds=[(0, 1)] * 2)
-    with pytest.raises(ValueError, match=r"bounds must be pairs \(low, high\), but got \[\(0, 1, 2\)"):
+    with pytest.raises(ValueError, match=r"bounds must be pairs \(low, high\) of real numbers, but got \[\(0, 1, 2\)"):
         minimize(bowl, np.zeros(3), bounds=[(0, 1, 2)] * 3)
     assert minimize(bowl, np.zeros(3)).success
 
@@ -213,7 +213,9 @@ def test_mistakes_that_only_the_root_can_see() -> None:
 @pytest.mark.parametrize("method", ["L-BFGS", "L-BFGS-sharded"])
 @pytest.mark.parametrize("bounds", [[3, 4, 5], 3, ("a", 1), [("a", 1)] * 3, ["ab"] * 3, [None] * 3], ids=repr)
 def test_bounds_that_are_no_pairs_are_refused(method: str, bounds: object) -> None:
-    with pytest.raises(ValueError, match=rf"bounds must be pairs \(low, high\), but got {re.escape(repr(bounds))}\. Pass"):
+    with pytest.raises(
+        ValueError, match=rf"bounds must be pairs \(low, high\) of real numbers, but got {re.escape(repr(bounds))}\. Pass"
+    ):
         minimize(bowl, np.zeros(3), method=method, bounds=bounds)
 
 

@@ -269,7 +269,10 @@ def test_mistake_of_one_rank_is_raised_on_all(keywords: dict, error: type, words
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"bounds": ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])}, "strictly less"),
+        ({"bounds": ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])}, "no lower bound may exceed"),
+        ({"bounds": ([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])}, "strictly less"),
+        ({"bounds": ([0.0, 0.0], [1.0, 1.0])}, "for each of the 3 variables, but got 2 lower and 2 upper bounds"),
+        ({"bounds": [(0.0, 1.0)] * 3}, r"a pair \(low, high\) of numbers or arrays, but got \[\(0"),
         ({"bounds": ([2.0, 0.0, 0.0], [3.0, 1.0, 1.0])}, "outside of provided bounds|infeasible"),
         ({"max_nfev": 0}, "max_nfev"),
     ],

@@ -52,7 +52,7 @@ class LocalArguments(NamedTuple):
 def check_local_arguments(method: str, start: Tree, arguments: MethodArguments) -> LocalArguments:
     """Check this rank's arguments; raise a TypeError or ValueError if one is invalid."""
     packing = local_packing(start)
-    settings, box = settings_of(method, arguments.tol, arguments.options), box_of(arguments.bounds, packing.size)
+    settings, box = settings_of(method, arguments.tol, arguments.options), box_of(arguments.bounds, packing)
     constraints = local_constraints(arguments.constraints, packing.size, settings.method)
     if isinstance(settings, MMASettings) and not (box is not None and np.all(np.isfinite(box))) and packing.size:
         raise ValueError(
