@@ -300,6 +300,8 @@ np.array(x, ndmin=3); np.array([x, x], dtype=complex); np.array((x, a * x)); np.
 np.append(x, 2.0); np.append(x, x, axis={one}); np.column_stack([x, x * x]); np.column_stack((a, x)); np.concatenate([x, x * x], axis={one}); np.concatenate((x, z))
 np.concatenate([x, x], axis=None); np.concatenate([m, x], axis=None); np.concatenate([m, x]); np.concatenate([x[:1], x, x[:0]]); np.hstack([x, x]); np.hstack((x, a))
 np.row_stack([x, x]); np.stack([x, a * x], axis={of}); np.stack([x, x * x]); np.vstack([x, x]); np.vstack([x, a]); np.concatenate_args(0, x, x)
+np.asarray(x); np.asarray(x, dtype=complex); np.asarray(x, None, "F"); np.asarray([x, 2 * x]); np.asanyarray(x); np.asanyarray([x, a * x]); np.ascontiguousarray(x.T); np.ascontiguousarray(x)
+np.asfortranarray(x); np.asfortranarray(x, complex); np.require(x, None, "CO"); np.require(x.T, dtype=complex)
 np.dstack([x, x * x]); np.dstack((a, x)); np.dstack([[x, 2 * x], [x * x, x]]); np.block([[x, x * x], [2 * x, x]]); np.block([x, a, 2.0]); np.block([[a], [x]]); np.block(x); np.block([[[x], [a * x]]])
 np.choose([0, 1, 0], [x, a * x]); np.choose([[0], [5]], [a, x], mode="wrap"); np.choose(1, [0.5, x * x]); np.choose([0, 1, 1], x); np.choose(-1, (x, 2.0), mode="clip")
 np.dot({u:a}); np.dot({u:m.T}); np.dot(x, 2.0); np.dot(m, x); np.dot(x, x.T); np.dot({u:z}); np.inner({u:a}); np.inner({u:m}); np.inner(x, x); np.inner(x, 2.0); np.inner(x, z)
@@ -715,8 +717,8 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 0 to 3 axes.
 
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
-- `array`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`, `select`, `choose`,
-  `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error.
+- `array`, `asarray`, `asanyarray`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`,
+  `select`, `choose`, `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
   autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
   are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh`, `eig` and `svd` have no derivative if their

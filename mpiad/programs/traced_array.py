@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.differentiation.advice import SUMS
+from mpiad.differentiation.rules.conversions import CONVERSIONS
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import COMPOSITIONS, substitute
 from mpiad.transport import Spec
@@ -570,23 +571,27 @@ def _traced(x: Any) -> Any:
     return None
 
 
-# SciPy's functions that aren't ufuncs have no protocol either: those with derivatives in autograd.scipy record their calls
+# SciPy's functions that aren't ufuncs, and `asarray` and the like, have no protocol either: autograd's record their calls
 # with traced arrays. Each trace looks for new ones, since autograd.scipy may be imported later.
 _known_primitives: set[Callable] = set()
 
 
 def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of SciPy, or record the call if an argument is traced."""
+    """Call a function of SciPy or NumPy, or record the call if an argument is traced."""
     traced = _traced([*args, *kwargs.values()])
-    return function(*args, **kwargs) if traced is None else traced.recorder.call(function, args, kwargs)
+    if traced is None:
+        return function(*args, **kwargs)
+    if function in COMPOSITIONS:
+        return COMPOSITIONS[function](*args, **kwargs)
+    return traced.recorder.call(function, args, kwargs)
 
 
-def _let_scipy_record() -> None:
-    for fun in (primitive_vjps.keys() | primitive_jvps.keys()) - _known_primitives:
+def _let_functions_record() -> None:
+    for fun in (primitive_vjps.keys() | primitive_jvps.keys() | set(CONVERSIONS)) - _known_primitives:
         _known_primitives.add(fun)
         function: Any = getattr(fun, "fun", None)
         package = (getattr(function, "__module__", None) or "").removeprefix("autograd.")
-        if package.startswith("scipy.") and not isinstance(function, np.ufunc):
+        if fun in CONVERSIONS or package.startswith("scipy.") and not isinstance(function, np.ufunc):
             recording: Any = partial(_called, function)
             recording.__wrapped__ = function
             substitute(fun, recording)
@@ -596,4 +601,4 @@ def let_arrays_be_traced(on: bool) -> None:
     """Switch the support for traced arrays in `array` of autograd.numpy on or off."""
     numpy_wrapper._np = _NumPy() if on else np
     if on:
-        _let_scipy_record()
+        _let_functions_record()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from mpiad.differentiation.rules import (
     arithmetic,
+    conversions,  # noqa: F401 - compositions only
     einsum,
     elementwise,
     extrema,

@@ -146,6 +146,7 @@ def test_cumulative_products_with_zeros(compiled):
 
 NEW = "take average nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
 NEW += "dstack block choose linalg.multi_dot gradient".split()
+NEW += "asarray asanyarray ascontiguousarray asfortranarray require".split()
 
 
 def one_of(count, cases):

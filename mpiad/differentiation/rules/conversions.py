@@ -1,0 +1,69 @@
+"""Functions that convert their argument to an array, such as `asarray`.
+
+NumPy returns an argument that is an array of the dtype and order itself, so for a traced array the result is this traced
+array: a change in place acts on both names. Otherwise the result is a copy, by functions with rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import anp, composition
+
+# NumPy has no protocol by which traced arrays of `jit` could handle these functions.
+CONVERSIONS = anp.asarray, anp.asanyarray, anp.ascontiguousarray, anp.asfortranarray, anp.require
+
+
+def _converted(a: Any, dtype: Any, flags: str | None = None) -> Array:
+    """Return an array with NumPy's `flags`: "C" or "F" (contiguous in this order), "O" (owns its memory)."""
+    value = getval(a)
+    # A traced array of `jit` has a `value`.
+    x = a if isinstance(getattr(value, "value", value), np.ndarray) else anp.array(a)
+    if dtype is not None and np.dtype(dtype) != x.dtype:
+        x = x.astype(dtype)
+    value, names = getval(x), {"C": "c_contiguous", "F": "f_contiguous", "O": "owndata"}
+    needed = [flag for flag in (flags or "").upper() if flag in names]
+    if needed and not isinstance(value, np.ndarray):
+        return x[...]  # in `jit`: whether it is a copy depends on the memory in a run, so that changes in place are refused
+    if all(getattr(value.flags, names[flag]) for flag in needed):
+        return x
+    return anp.copy(x, next((flag for flag in needed if flag != "O"), "K"))
+
+
+def _asarray(
+    a: Any, dtype: Any = None, order: str | None = None, *, copy: bool | None = None, device: Any = None, like: Any = None
+) -> Array:
+    x = _converted(a, dtype, order)
+    if copy is False and x is not a:
+        raise ValueError("Unable to avoid copy while creating an array as requested.")
+    return anp.copy(x) if copy and x is a else x
+
+
+def _with_an_axis(x: Array) -> Array:
+    return x if anp.ndim(x) else anp.reshape(x, (1,))
+
+
+@composition(anp.ascontiguousarray)
+def _ascontiguousarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+    return _with_an_axis(_converted(a, dtype, "C"))
+
+
+@composition(anp.asfortranarray)
+def _asfortranarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+    return _with_an_axis(_converted(a, dtype, "F"))
+
+
+@composition(anp.require)
+def _require(a: Any, dtype: Any = None, requirements: Iterable[str] | None = None, *, like: Any = None) -> Array:
+    flags = list(requirements or ())
+    np.require(np.empty(0), None, flags)  # type: ignore[call-overload]  # raises NumPy's errors
+    return _converted(a, dtype, "".join(flag[0] for flag in flags))
+
+
+composition(anp.asarray)(_asarray)
+composition(anp.asanyarray)(_asarray)
