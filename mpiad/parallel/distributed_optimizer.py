@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,11 +44,13 @@ from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
 from mpiad.transport.core.agreement import FAILURES, KINDS, Failure, agreed, raising_together
+from mpiad.transport.core.channels import Used
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
+from mpiad.transport.world import level_of_repeats
 
 _NUMBER = Spec((), np.dtype(float))
 
@@ -75,6 +78,8 @@ def value_and_grad(
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch or, if a `DistributedDataContainer` holds a list, the length of its batch; 1 if there is neither.
     comm : mpi4py intracommunicator, optional
+        The ranks whose losses are averaged. If `loss` communicates with other ranks, such as other stages of one model, the
+        gradient is that of the sum of their losses, too: use `mpiad.value_and_grad` on the communicator of the stages.
     bucket_bytes : int
         Maximum size of a message in bytes. Gradients of one dtype are concatenated to messages of at most this size; a
         larger array has its own message.
@@ -161,6 +166,7 @@ def _evaluation(
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
                 value = getval(traced.build(traced.values))
+                _warn_of_other_ranks(used, traced.recording.channels, call)
                 # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
                 count_of_all, mean = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
                 # With this seed, the gradient is that of the sum of the losses instead of their mean.
@@ -181,6 +187,27 @@ def _evaluation(
         return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
 
     return evaluate
+
+
+_log = logging.getLogger("mpiad")
+_warned: set[tuple[str, str]] = set()  # pairs of communicators
+
+
+def _warn_of_other_ranks(channel: Channel, channels: set[Used], call: str) -> None:
+    """Log a warning if the loss communicates with ranks whose losses aren't part of the mean, but of the adjoint."""
+    for other, _ in channels:
+        pair = channel.label, other.label
+        if other is channel or pair in _warned or set(other.members).issubset(channel.members):
+            continue
+        _warned.add(pair)
+        _log.log(
+            level_of_repeats(),
+            "%s: the loss communicates with ranks outside of comm, on the %s, so that the gradient is that of the sum of "
+            "the losses that all these ranks return. If they return copies of one loss, it is multiplied by their number. "
+            "For stages of one model, call mpiad.value_and_grad(loss, comm=stages) and then optimizer.update.",
+            call,
+            other.label,
+        )
 
 
 def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:
@@ -291,6 +318,8 @@ class DistributedOptimizer:
     bucket_bytes : int
         Maximum size of a message in bytes, as in `value_and_grad`.
     comm : mpi4py intracommunicator, optional
+        The ranks with copies of the parameters. If other ranks have further stages of the model, compute gradients by
+        `mpiad.value_and_grad` on the communicator of the stages, and call `update`.
 
     Raises
     ------
@@ -712,7 +741,11 @@ def totals(
         if total < 1:
             raise agreed(channel, ValueError(f"{call}: none of the {channel.size} rank(s) has a sample."))
         if not dependent:
-            text = "the loss doesn't depend on the parameters on any rank. Compute it by functions of autograd.numpy."
+            text = (
+                "the loss doesn't depend on the parameters on any rank. Compute it by functions of autograd.numpy. If "
+                "ranks outside of comm compute it, as a model's last stage, call mpiad.value_and_grad(loss, comm=stages) "
+                "and then optimizer.update."
+            )
             raise agreed(channel, ValueError(f"{call}: {text}"))
         if not owners:
             paths = ", ".join(_paths(variables))
