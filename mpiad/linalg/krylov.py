@@ -460,7 +460,8 @@ def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.nda
         system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
     if (active & np.logical_not(is_nearly_real(sums[2:]))).any():
         value = complex(wz[active][0])
-        system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
+        problem = f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'. "
+        system.fail(problem + ADVICE_FOR_COPIES)
     curvature = wz.real - (rz.real / rz_before) ** 2 * curvature_before
     invalid = active & (curvature <= 0.0)
     if invalid.any():
