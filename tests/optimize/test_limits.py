@@ -228,7 +228,8 @@ def test_value_and_gradient_are_those_of_the_best_point(method: str, bounds: Any
         found = minimize(fun, start, method=method, bounds=bounds, options=options)
         assert found.fun == jumps(found.x) and np.array_equal(found.jac, np.sinh(found.x - 1.0))
         assert found.fun <= min(seen) * (1.0 + 1e-15)
-        assert bounds is None or np.all((found.x >= bounds[0]) & (found.x <= bounds[1]))
+        # Before SciPy 1.16, SLSQP's x may lie outside by a rounding error.
+        assert bounds is None or np.all(np.clip(found.x, *bounds) == pytest.approx(found.x, rel=1e-15))
         if method in ("L-BFGS", "BFGS", "Newton-CG") and not found.success:
             assert "may have jumps or noise" in found.message and "check_grads" in found.message
 
