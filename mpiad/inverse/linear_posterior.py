@@ -159,8 +159,13 @@ class LinearPosterior:
         """Return the Cholesky factor of the data's covariance, in the lower triangle of the root's matrix."""
         n, sensors, _ = self._gamma.shape
         times = n if self._channel.rank == 0 else 0  # whose rows this rank stores
+        size = times * sensors
         with raising_together(self._channel):
-            lower = _lower_triangle(times * sensors)
+            memory = mmap.mmap(-1, max(8 * size**2, 1))
+            # Only the lower triangle is written, and takes memory; huge pages would contain most of the upper one, too.
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
+            lower = np.frombuffer(memory, float, size**2).reshape(size, size)
         blocks = lower.reshape(times, sensors, times, sensors)
         for part in self.F._panels():
             self._running_sum(self._driven(self.F, part), self._gamma, blocks[:, part], until_row=True)
@@ -405,15 +410,6 @@ class Forecast:
             part = self._weights[:, : times * self._posterior.F.n_sensors]
             result[:] = (self._prior - part @ part.T).reshape(result.shape)
         return mpi_bcast(result, comm=self._posterior.F.comm)
-
-
-def _lower_triangle(n: int) -> np.ndarray:
-    """Return a matrix of which only the lower triangle takes memory, as long as nothing is written above it."""
-    # Huge pages contain several rows, and so most of the upper triangle.
-    memory = mmap.mmap(-1, max(8 * n * n, 1))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, float, n * n).reshape(n, n)
 
 
 def _factor(a: np.ndarray) -> int | None:

@@ -111,19 +111,15 @@ def _inner_products(arrays: tuple[Array, ...], channel: Channel) -> tuple[list[c
     for name, finite in zip(("A x", "Aᵀ y"), are_finite):
         if not all(finite):
             raise AdjointError(f"check_adjoint: {name} has entries that aren't finite on rank {finite.index(False)}.")
-    sums = [_exact_sum(np.real(product) if real else product, channel) for product in products]
-    sides, absolute_sum = [value for value, _ in sums], max(size for _, size in sums)
+    every = [np.concatenate(channel.data.allgather(np.ravel(product.real if real else product))) for product in products]
+    # The sums of all ranks, each rounded once.
+    sides = [complex(math.fsum(np.real(terms)), math.fsum(np.imag(terms))) for terms in every]
+    absolute_sum = max(float(np.sum(np.abs(terms))) for terms in every)
     facts = channel.data.allgather((np.max(np.abs(twice - y - y), initial=0.0), float(np.finfo(spec_like(x).dtype).eps)))
     nonlinearity, eps = (max(values) for values in zip(*facts))
     if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
         raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
     return sides, eps * max(absolute_sum, np.finfo(float).tiny)
-
-
-def _exact_sum(terms: Array, channel: Channel) -> tuple[complex, float]:
-    """Return the sum of all terms of all ranks, rounded once, and the sum of their absolute values; collective."""
-    flat = np.concatenate(channel.data.allgather(np.ravel(terms)))
-    return complex(math.fsum(np.real(flat)), math.fsum(np.imag(flat))), float(np.sum(np.abs(flat)))
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Array:

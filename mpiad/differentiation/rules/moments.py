@@ -125,23 +125,17 @@ def cumprod_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     x = anp.moveaxis(anp.reshape(named["a"], anp.shape(ans)), axis or 0, 0)
     products = anp.moveaxis(ans, axis or 0, 0)
     before = concatenate([anp.ones_like(products[:1]), products[:-1]])
-    factors = concatenate([x[-1:], x[:0:-1]])
 
     def vjp(g: Array) -> tuple[Array]:
-        sums = _recurrence(factors, anp.moveaxis(g, axis or 0, 0)[::-1])[::-1]
-        return (fitted(anp.reshape(anp.moveaxis(before * sums, 0, axis or 0), shape), named["a"]),)
+        # The recurrence is a scan with as many steps as log2 of the length.
+        factors, sums, step = concatenate([x[-1:], x[:0:-1]]), anp.moveaxis(g, axis or 0, 0)[::-1], 1
+        while step < sums.shape[0]:
+            sums = concatenate([sums[:step], sums[step:] + factors[step:] * sums[:-step]])
+            factors = concatenate([factors[:step], factors[step:] * factors[:-step]])
+            step *= 2
+        return (fitted(anp.reshape(anp.moveaxis(before * sums[::-1], 0, axis or 0), shape), named["a"]),)
 
     return vjp
-
-
-def _recurrence(a: Array, s: Array) -> Array:
-    """Solve s_k = s_k + a_k s_{k-1} along the first axis, by a scan with as many steps as log2 of the length."""
-    step = 1
-    while step < s.shape[0]:
-        s = concatenate([s[:step], s[step:] + a[step:] * s[:-step]])
-        a = concatenate([a[:step], a[step:] * a[:-step]])
-        step *= 2
-    return s
 
 
 _SLOPES = {

@@ -81,19 +81,12 @@ def _end_if_stuck(ending: _Ending) -> None:
     left = time.monotonic()
     while not _has_arrived:
         # Threads and exit functions may compute for any time. If they communicate, the ranks may wait for each other.
-        if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
-            _end(ending, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
+        frames = sys._current_frames() if time.monotonic() - left > _GRACE and is_rank() else {}
+        for thread in threading.enumerate():
+            frame = None if thread.daemon else frames.get(thread.ident or 0)
+            if frame is not None and frame.f_globals.get("__name__", "").startswith("mpiad.transport"):
+                _end(ending, f"{_GRACE:g} s ago, but its thread {thread.name} waits in a communication")
         time.sleep(_POLL_SECONDS)
-
-
-def _waiting_thread() -> str:
-    """Return the name of a thread that Python joins and that is inside a communication; "" if there is none."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        frame = None if thread.daemon else frames.get(thread.ident or 0)
-        if frame is not None and frame.f_globals.get("__name__", "").startswith("mpiad.transport"):
-            return f"thread {thread.name}"
-    return ""
 
 
 def _leave_at_once(status: int) -> None:

@@ -68,7 +68,15 @@ def finding_of(states: list[State | None], asker: int, consequence: str = _UNUSA
 def _wait_graph(states: list[State | None]) -> Graph:
     """Return the nodes (ranks, collectives) that each node waits for: the graph is linear in the number of ranks."""
     waiting = [(rank, state) for rank, state in enumerate(states) if state is not None and state["state"] == "waits"]
-    graph: Graph = {rank: _awaited_directly(states, rank) for rank, state in waiting}
+    graph: Graph = {}
+    for rank, state in waiting:
+        if "threads" in state:
+            operations = [operation for wait in state["threads"] for operation in wait.operations]
+            awaited = {partner for operation in operations for partner in partners(states, rank, operation) or ()}
+            # A receive from any rank could also receive from the rank itself.
+            graph[rank] = sorted(awaited - {rank} or awaited)
+        else:
+            graph[rank] = state["peers"] if "peers" in state else [_collective(state)]
     for node, members in {_collective(state): state["members"] for _, state in waiting if "key" in state}.items():
         counts = {other: (states[other] or {}).get("counts", {}).get(node[0], 0) for other in members}
         graph[node] = [other for other in members if counts[other] < node[1] and graph.get(other) != [node]]
@@ -76,16 +84,6 @@ def _wait_graph(states: list[State | None]) -> Graph:
 
 
 _collective = itemgetter("key", "number")
-
-
-def _awaited_directly(states: Sequence[State | None], rank: Rank) -> list[Node]:
-    """Return the nodes that a rank waits for, by its state."""
-    state: State = states[rank]  # type: ignore[assignment]
-    if "threads" not in state:
-        return state["peers"] if "peers" in state else [_collective(state)]
-    operations = [operation for wait in state["threads"] for operation in wait.operations]
-    awaited = {partner for operation in operations for partner in partners(states, rank, operation) or ()}
-    return sorted(awaited - {rank} or awaited)  # a receive from any rank could also receive from the rank itself
 
 
 def _awaited(graph: Graph, rank: int) -> list[int]:
@@ -221,7 +219,12 @@ class Responder(StateExchange):
             doubt.departures, doubt.due = len(departed), min(doubt.due, now + _DOUBTFUL_AFTER)
         if now < doubt.due or not waits or not all(isinstance(wait.what, ProgramCall) for wait in waits):
             return
-        states = self._states()
+        self._asking = True
+        try:
+            answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
+        finally:
+            self._asking = False
+        states = [answers[r] if r in answers else _departure(r) or self._stalls.place(r) for r in range(self._comm.size)]
         kept = [state if is_same_wait(old, state) else None for old, state in zip(doubt.states or states, states)]
         is_late = limit is not None and now - min(began) > limit
         ranks = {self._comm.rank} if is_late else stuck_ranks(kept if doubt.states else states)
@@ -240,15 +243,6 @@ class Responder(StateExchange):
             doubt.deferred, doubt.due = True, now + _SETTLED_AFTER
         else:
             doubt.states, doubt.due = states, now + _SETTLED_AFTER
-
-    def _states(self) -> list[State | None]:
-        """Return the states of all ranks; None if a rank doesn't answer."""
-        self._asking = True
-        try:
-            answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
-        finally:
-            self._asking = False
-        return [answers[r] if r in answers else _departure(r) or self._stalls.place(r) for r in range(self._comm.size)]
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
         if kind == _LEFT:
