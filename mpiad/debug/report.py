@@ -6,7 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from textwrap import fill
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -375,7 +375,7 @@ def _key(event: Event) -> tuple[str, str]:
     return event.called, event.forward_site or event.site
 
 
-def _by_rank(parts: list[dict[K, Any]], default: object) -> list[tuple[K, np.ndarray]]:
+def _by_rank(parts: list[dict[K, float | list[float]]], default: object) -> list[tuple[K, np.ndarray]]:
     """Return an array with an entry per rank for each key that any rank has; `default` for ranks without the key."""
     # A dict, because the order of a set differs between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)

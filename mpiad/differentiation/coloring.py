@@ -11,12 +11,15 @@ Review 47 (2005).
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import scipy.sparse
 
-def colors_of(near: Any, colors: np.ndarray, count: int) -> np.ndarray:
+
+def colors_of(near: scipy.sparse.csr_matrix, colors: np.ndarray, count: int) -> np.ndarray:
     """Give each of the first `count` columns, in order, the first color that no neighbor has; return `colors`.
 
     `near` is a CSR matrix with an entry for each pair of columns that have a row in common. Columns without a color have

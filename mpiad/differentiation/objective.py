@@ -10,6 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -171,7 +172,7 @@ def _tangent(dx: Array, ans: Array, x: Array, p: ObjectiveReduction) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 
-def _abstract(x: Array, p: ObjectiveReduction) -> Any:
+def _abstract(x: Array, p: ObjectiveReduction) -> Spec | NotImplementedType:
     return Spec((), _FLOAT64) if p.problem is None else NotImplemented
 
 

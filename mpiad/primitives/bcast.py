@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import NotImplementedType
 
 from mpiad._typing import Array, Comm, Function, Rank, ReplicatedArray, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Rooted
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import channel
+from mpiad.transport import Spec, channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import outgoing
 from mpiad.transport.core.messages import Prepared, prepared_bcast
@@ -81,7 +81,7 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Rooted) -> Array:
     return communicate(BCAST, dx, Rooted(p.channel, p.root, spec_like(ans)))
 
 
-def _abstract(x: Array, p: Rooted) -> Any:
+def _abstract(x: Array, p: Rooted) -> Spec | NotImplementedType:
     if p.spec is not None:
         return p.spec
     return spec_like(outgoing(x, "mpi_bcast")) if p.channel.rank == p.root else NotImplemented

@@ -13,7 +13,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
+from types import NotImplementedType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -313,7 +313,7 @@ class Operation(Recorded):
 note_rules(Operation)
 
 
-def _spec_among(x: Array, params: object) -> Any:
+def _spec_among(x: Array, params: object) -> Spec | NotImplementedType:
     spec = getattr(params, "spec", None)
     return NotImplemented if spec is None else spec
 

@@ -53,7 +53,7 @@ def contraction(subscripts: str, operands: Sequence[Array]) -> Array | None:
 
 
 @lru_cache(maxsize=1024)
-def _path(subscripts: str, shapes: tuple[Shape, ...]) -> tuple[list[str], str, Any, int]:
+def _path(subscripts: str, shapes: tuple[Shape, ...]) -> tuple[list[str], str, list[tuple[int, ...]], int]:
     """Return the letters of operands and result, the operands of each step, and the number of terms.
 
     There are no steps if the subscripts are wrong, for which NumPy raises its error, or repeat a letter in an operand.

@@ -464,7 +464,7 @@ class AdjointError(NamedTuple):
 
 
 def adjoint_errors(
-    execution: Execution | None, participants: list[tuple[int, int]], rank: int, gather: Callable[[Any], list], key: int
+    execution: Execution | None, participants: list[tuple[int, int]], rank: int, gather: Callable[[object], list], key: int
 ) -> list[AdjointError]:
     """Return the errors of the adjoint of an operation; nothing for a right adjoint.
 

@@ -56,7 +56,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError = Non
             return fun
 
         @functools.wraps(fun)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> object:
             outer = _current.outermost
             # All ranks that may wait for this one take part in the outermost composite, whose recovery suffices.
             if outer is not None and make_error is None:
@@ -88,7 +88,7 @@ def interruptible(name: str, forward: F) -> F:
         return forward
 
     @functools.wraps(forward)
-    def run(*args: Any) -> Any:
+    def run(*args: Any) -> object:
         try:
             return forward(*args)
         except MPI.Exception as error:

@@ -29,7 +29,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.polling import StateExchange, threads_may_communicate
 from mpiad.transport.watch import communicator, message_headers, program_calls, timed_waits, watch_settings
 from mpiad.transport.watch.call_agreement import rank_ranges, table_of_ranks
-from mpiad.transport.watch.deadlock_proof import State, is_same_wait, partners, stuck_ranks
+from mpiad.transport.watch.deadlock_proof import Counts, State, is_same_wait, partners, stuck_ranks
 from mpiad.transport.watch.program_calls import ProgramCall
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
@@ -356,7 +356,7 @@ class _Stalls:
         return None
 
 
-def _counts() -> dict[Any, Any]:
+def _counts() -> dict[str | int, int | Counts]:
     """Return the numbers of collectives that this rank has begun, by label, and those of the program's calls, by key."""
     return communicator.counts() | program_calls.counts()
 
