@@ -7,7 +7,7 @@ import pytest
 from scipy import ndimage
 
 import mpiad
-import mpiad.domain.stencil_sums
+import mpiad.domain.stencils
 from mpiad.domain import Domain
 from mpiad.domain.stencils import derivative
 from mpiad.testing import check_adjoint, check_grads
@@ -200,7 +200,7 @@ def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypa
         return noted
 
     for name in ("post", "weighted_sum", "complete"):
-        monkeypatch.setattr(mpiad.domain.stencil_sums, name, noting(name, getattr(mpiad.domain.stencil_sums, name)))
+        monkeypatch.setattr(mpiad.domain.stencils, name, noting(name, getattr(mpiad.domain.stencils, name)))
     domain.laplacian(order=4)(np.ones(domain.local_shape))
     assert events[:3] == (
         ["post", "weighted_sum", "complete"] if mpiad.mpi_size() > 1 else ["post", "complete", "weighted_sum"]
