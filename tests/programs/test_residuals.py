@@ -9,7 +9,7 @@ from scipy.sparse.csgraph import maximum_flow
 
 import mpiad
 from mpiad.programs import operation
-from mpiad.programs.minimum_cut import side_of_source
+from mpiad.programs.residuals import side_of_source
 from mpiad.timestepping import scan
 
 pytestmark = pytest.mark.serial
