@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -20,7 +20,6 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, two_at_least
 from mpiad.ensemble.column_lu import Mass, Places
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.conserved_totals import Totals, random_states, totals_of
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
@@ -52,7 +51,7 @@ from mpiad.transport.core.tracing import restoring_state
 # components. In each round every active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # If f conserves totals, J is singular. Steps of finite length keep the totals; for the last step, and for derivatives, some
-# equations are replaced by those of the totals (see `conserved_totals`). If J is singular at the root for another reason,
+# equations are replaced by those of the totals (see below). If J is singular at the root for another reason,
 # for example because what is conserved isn't linear, the steady state is the end of a long solve (see `_integrated`).
 #
 # References
@@ -275,7 +274,7 @@ class _Search:
 # Derivatives of steady states, by the implicit function theorem.
 #
 # Let A be the Jacobian of the equations of steady states: without totals, f = 0, A = ∂f/∂u = J, and du = -A⁻¹ ∂f/∂p dp. If
-# equations are replaced by those of totals, their right-hand sides are Lᵀ M du0 + Lᵀ d(J(x) v), see `conserved_totals`.
+# equations are replaced by those of totals, their right-hand sides are Lᵀ M du0 + Lᵀ d(J(x) v), see below.
 # So a tangent takes one linear solve with A per trajectory, and a cotangent takes one with Aᵀ. If a trajectory has no
 # steady state, its derivative is zero.
 
@@ -346,7 +345,7 @@ class SteadyStates:
         return self._equations.matrices.solver(entries, transposed=transposed)
 
     def _along(self, leaves: Sequence[Any], t: Array) -> Array:
-        """Return J(x) v of `conserved_totals` for the steady states, as columns, given traced leaves."""
+        """Return J(x) v of the conserved totals for the steady states, as columns, given traced leaves."""
         x, v = self._direction
         columns = two_at_least(len(self._ids))
         with restoring_state(), Bundle() as bundle:
@@ -792,3 +791,57 @@ def _checked_together(channel: Channel, arguments: SolveOptions, max_iters: int)
         return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digest_of(arguments.problem)]
 
     return alike_on_all(channel, lambda: _checked(arguments, max_iters), described, "steady_state")
+
+
+# Conserved totals: linear combinations of the components that no trajectory changes, such as an enzyme, free and bound.
+#
+# A vector l with lᵀ f(u, p, t) = 0 for all u and t also has lᵀ J = 0, where J = ∂f/∂u. So J is singular at every state,
+# and f = 0 has a family of solutions, one for each value of lᵀu. Let the columns of L be a basis of such vectors. In
+# reduced form, L is the identity in some rows, one for each vector. These equations of f = 0 follow from the others, and
+# are replaced by Lᵀ M (u - u0) = 0, where M is the mass matrix.
+#
+# L is the left null space of the matrix that consists of J and f at several random states, and at several times.
+#
+# L depends on the parameters if a trajectory's compartments have parameters as volumes. Lᵀ J(x) = 0 holds for all p, so
+# dLᵀ J(x) = -Lᵀ dJ(x). Where J(x) v = M (u - u0), the derivative of the replaced equations with respect to p is dLᵀ M (u
+# - u0) = -Lᵀ d(J(x) v).
+
+# The number of random states, and the range of factors by which they differ from a given one.
+_STATES = 2
+_LEAST, _MOST = 0.5, 2.0
+# Singular values of matrices with scaled rows are zero up to this ratio to the largest one, and entries of L up to another.
+_SINGULAR, _ZERO = 1e-13, 1e-12
+
+
+class Totals(NamedTuple):
+    """The c conserved totals of a trajectory."""
+
+    vectors: Array  # the matrix L, shape (d, c)
+    equations: Array  # the rows, int of shape (c,), in which L is the identity
+
+
+def random_states(u: Array) -> Array:
+    """Return states of the same signs and sizes as u, shape (d, n), without zeros: shape (_STATES, d, n)."""
+    # Random numbers don't depend on the other trajectories.
+    factors = np.random.default_rng(0).uniform(np.log(_LEAST), np.log(_MOST), (_STATES, len(u), 1))
+    size = np.abs(u)
+    largest = size.max(axis=0, initial=0.0)
+    size = np.where(size == 0, np.where(largest == 0, 1.0, largest), size)
+    return (np.exp(factors) * np.where(u < 0, -size, size)).astype(u.dtype)
+
+
+def totals_of(matrix: Array) -> Totals | None:
+    """Return the conserved totals, given a matrix of shape (d, m) with columns of J, scaled by sizes, and f; or None."""
+    if not np.isfinite(matrix).all():
+        return None
+    rows = np.abs(matrix).max(axis=1)
+    rows[rows == 0] = 1.0
+    left, values, _ = np.linalg.svd(matrix / rows[:, None], full_matrices=False)
+    basis = left[:, values <= _SINGULAR * values.max(initial=0.0)]
+    if not basis.shape[1]:
+        return None
+    *_, pivots = scipy.linalg.qr(basis.T, mode="economic", pivoting=True)
+    equations = np.sort(pivots[: basis.shape[1]])
+    vectors = np.linalg.solve(basis[equations].T, basis.T).T
+    vectors[np.abs(vectors) < _ZERO * np.abs(vectors).max(axis=0)] = 0.0
+    return Totals(vectors * rows[equations] / rows[:, None], equations)
