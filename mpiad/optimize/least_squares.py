@@ -38,8 +38,7 @@ from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates, result_like_x0
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
 from mpiad.optimize.packing import Packing, sendable_variables
-from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.totals import reduced_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended

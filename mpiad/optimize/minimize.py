@@ -23,8 +23,7 @@ from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import MinimizeResult, X, result_like_x0
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
-from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.scipy_methods import MethodArguments, method_named, run_method
 from mpiad.optimize.sharded import Sharded, check_local_arguments
 from mpiad.optimize.sharded.convergence import compared_settings
