@@ -34,9 +34,18 @@ from mpiad.errors import ConvergenceError
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, map_leaves
 from mpiad.testing.derivative_checks import noise_like
-from mpiad.testing.diagnosis.record import Key, Products, Record, Term, WrongAdjoint
+from mpiad.testing.diagnosis.record import (
+    Key,
+    Products,
+    Record,
+    Term,
+    WrongAdjoint,
+    eps_of,
+    norm,
+    product,
+    without_autograds_sparse_form,
+)
 from mpiad.testing.diagnosis.runs import Call, Program
-from mpiad.testing.diagnosis.vectors import direction_like, eps_of, moved, norm, product, without_autograds_sparse_form
 from mpiad.transport import Channel, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.random_keys import generator_of, shared_key
@@ -487,3 +496,30 @@ def adjoint_errors(
         return []
     single = [AdjointError(*participant, error([participant])) for participant in participants]
     return [each for each in single if each.error > 0.0] or [AdjointError(None, None, total)]
+
+
+def direction_like(x: Tree, rng: np.random.Generator, is_uniform: bool = False) -> Tree:
+    """Return a random direction with the size of x; if `is_uniform`, all its entries are nearly the same, if x is real."""
+    leaves, build = flatten(x)
+    noises = [noise_like(leaf, rng) for leaf in map(to_host, leaves)]
+    scales = [_scale(to_host(leaf)) for leaf in leaves]
+    directions = [scale * (1 + 0.1 * noise if is_uniform else noise) for scale, noise in zip(scales, noises)]
+    return build([np.asarray(d, spec_like(leaf).dtype) for d, leaf in zip(directions, leaves)])
+
+
+def _scale(x: Array) -> Array:
+    """Return the size of a step for each entry of an array: that of the entry, or of the array if the entry is tiny."""
+    rms = np.sqrt(np.mean(np.abs(x) ** 2)) if np.size(x) else 0.0
+    return np.maximum(np.abs(x), 0.01 * rms) if 0 < rms < np.inf else np.ones(np.shape(x))
+
+
+def moved(x: Tree, step: float, direction: Tree) -> Tree:
+    """Return ``x + step * direction`` in the dtypes and on the devices of x."""
+    leaves, build = flatten(x)
+    return build([_moved(leaf, step, d) for leaf, d in zip(leaves, flatten(direction)[0])])
+
+
+def _moved(x: Array, step: float, direction: Array) -> Array:
+    spec = spec_like(x)
+    new = np.asarray(to_host(x) + step * direction, spec.dtype)
+    return new[()] if spec.arrays is None else spec.arrays.to_device(new)

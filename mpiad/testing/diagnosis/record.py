@@ -15,17 +15,21 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from autograd.core import sparse_add, sparse_object_types
+from autograd.extend import vspace
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.errors import CommunicationMismatchError
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.custom_operator import CustomOperator
 from mpiad.primitives.operation import Operation
 from mpiad.primitives.request import Request
+from mpiad.pytrees import flatten, is_variable
 from mpiad.testing.diagnosis.runs import Call
-from mpiad.testing.diagnosis.vectors import eps_of, norm, product, without_autograds_sparse_form
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import agreed
@@ -284,3 +288,40 @@ class Products:
     def _leave(self, text: str, index: int) -> None:
         steps = self._record.steps
         self.branch = f"{text} in place of {steps[index] if index < len(steps) else 'nothing more'}"
+
+
+# Inner products and norms of values: arrays, numbers, pytrees of them, and sparse cotangents.
+#
+# Inner products are in autograd's convention: Re Σ a b, without conjugation.
+
+
+def without_autograds_sparse_form(g: Tree) -> Tree:
+    """Return a cotangent, dense if it is autograd's sparse object."""
+    return sparse_add(vspace(g), None, g) if type(g) in sparse_object_types else g
+
+
+def _flat(x: Array) -> np.ndarray:
+    """Return an array or a number as a vector on the host."""
+    return x.ravel() if type(x) is np.ndarray else np.ravel(to_host(x))
+
+
+def product(g: Tree, x: Tree) -> float:
+    """Return the inner product of a cotangent with a value; None in the cotangent is zero."""
+    total = 0.0
+    for part, value in zip(flatten(g)[0], flatten(x)[0]):
+        if isinstance(part, Scatter):
+            total += product(part.values, to_host(value)[part.idx])
+        elif part is not None:
+            total += float(np.dot(_flat(part), _flat(value)).real)
+    return total
+
+
+def norm(x: Tree) -> float:
+    """Return the Euclidean norm of a value or a cotangent."""
+    parts = [_flat(part.values if isinstance(part, Scatter) else part) for part in flatten(x)[0] if part is not None]
+    return math.sqrt(sum([float(np.vdot(part, part).real) for part in parts]))
+
+
+def eps_of(x: Tree) -> float:
+    """Return the largest machine epsilon of some arrays, 0.0 if none has floating-point numbers."""
+    return max([float(np.finfo(spec_like(leaf).dtype).eps) for leaf in flatten(x)[0] if is_variable(leaf)], default=0.0)
