@@ -1,7 +1,6 @@
 """Variational inference: the root draws parameters and updates the posterior; all ranks evaluate the model."""
 
-from mpiad.vi.coupling import AffineCoupling, SplineAutoregressive, SplineCoupling
-from mpiad.vi.flow import Flow, LULinear, Planar
+from mpiad.vi.flow import AffineCoupling, Flow, LULinear, Planar, SplineAutoregressive, SplineCoupling
 from mpiad.vi.inference import VI
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.prior import Prior

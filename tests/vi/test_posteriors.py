@@ -16,7 +16,7 @@ from mpiad.vi import (
     SplineAutoregressive,
     SplineCoupling,
 )
-from mpiad.vi.coupling import evaluated, parameters_per_spline, spline
+from mpiad.vi.flow import evaluated, parameters_per_spline, spline
 
 pytestmark = pytest.mark.serial
 
