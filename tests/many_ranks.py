@@ -20,7 +20,7 @@ from mpi4py import MPI
 from scipy.sparse.linalg import spsolve
 
 import mpiad
-from mpiad.debug.recorder import Recorder
+from mpiad.debug.recording import Recorder
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
 from mpiad.linalg import solve_elliptic
 from mpiad.testing import check_adjoint, check_grads

@@ -11,8 +11,7 @@ from typing import IO, NamedTuple, TypeVar
 import numpy as np
 
 from mpiad._typing import Comm, Rank
-from mpiad.debug.recorder import Event, Message
-from mpiad.debug.recording import Clock, Computation, Place, Recording, computed, latest
+from mpiad.debug.recording import Clock, Computation, Event, Message, Place, Recording, computed, latest
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state

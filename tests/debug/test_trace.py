@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.debug import recorder, recording, traced
+from mpiad.debug import recording, traced
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport.core import calls
@@ -172,7 +172,7 @@ def test_clocks_that_differ_are_aligned(rank, size, path, monkeypatch):
     from mpiad.debug import recording
 
     shifted = lambda: time.perf_counter() + 3600.0 * rank  # noqa: E731
-    for module in (recording, recorder, calls):
+    for module in (recording, calls):
         monkeypatch.setattr(module, "perf_counter", shifted)
     # As exactly as messages are fast, which on a busy machine is milliseconds.
     check_arrows(run(rank, size, path), size, late=1e4)
@@ -242,7 +242,7 @@ def test_an_old_file_stays_whole_until_the_new_one_is(path, rank):
 
 
 def test_too_many_events_are_counted(rank, size, path, monkeypatch):
-    monkeypatch.setattr(recorder, "MAX_EVENTS", 3)
+    monkeypatch.setattr(recording, "MAX_EVENTS", 3)
     with traced(path):
         for _ in range(5):
             mpiad.mpi_barrier()
