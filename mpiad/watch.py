@@ -2,7 +2,7 @@
 
 import sys
 
-from mpiad.debug.program import main
+from mpiad.debug.checked import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

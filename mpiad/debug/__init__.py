@@ -1,8 +1,7 @@
 """Debugging tools: checks that ranks agree, and reports on the environment and the communication of all ranks."""
 
-from mpiad.debug.checked import assert_replicated, checked
+from mpiad.debug.checked import assert_replicated, checked, watch
 from mpiad.debug.environment import Environment, environment
-from mpiad.debug.program import watch
 from mpiad.debug.recording import recorded, traced
 from mpiad.debug.report import Report, Row, report
 
