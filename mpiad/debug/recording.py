@@ -308,8 +308,15 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
     pending: list[tuple[float, float, str]] = []  # start, end and phase of intervals since the last communication
     at, after = recorder.start_time, _START
 
-    end: tuple[float, int, str | None] = (recorder.start_time + recorder.elapsed, 0, None)
-    for time, _, mark in chain(sorted(_marks(events), key=itemgetter(0, 1)), [end]):
+    # Time, order at this time, and mark: a communication, the name of a starting phase, or "" at its end.
+    marks: list[tuple[float, int, Event | str | None]] = []
+    for event in events:
+        if event.direction == "phase":
+            marks += [(event.began, 1, event.name), (event.ended, 0, "")]
+        elif event.outermost:
+            marks.append((event.began, 2, event))
+    end = recorder.start_time + recorder.elapsed, 0, None
+    for time, _, mark in [*sorted(marks, key=itemgetter(0, 1)), end]:
         if time > at:  # otherwise `time` is inside a communication
             pending.append((at, time, phases[-1] if phases else "outside"))
         at = max(at, time)
@@ -322,16 +329,6 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
             phases.append(mark)
         elif phases:
             phases.pop()
-
-
-def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order at this time, mark): a communication, the name of a starting phase, or "" at its end."""
-    for event in events:
-        if event.direction == "phase":
-            yield event.began, 1, event.name
-            yield event.ended, 0, ""
-        elif event.outermost:
-            yield event.began, 2, event
 
 
 def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:

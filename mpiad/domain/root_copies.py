@@ -60,7 +60,10 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
     block = getval(u)
     if not _ends_in(block, shape):
         return
-    if any(_is_view_of(block, array, shape) for array in solve.arrays):
+    plain = [x for x in solve.arrays if isinstance(x, np.ndarray)] if isinstance(block, np.ndarray) else []
+    # A view of a whole variable in another shape, or of one of its fields, counts as a copy; a slice may be a valid block.
+    views = [x for x in plain if np.may_share_memory(block, x) and (block.size == x.size or _ends_in(x, shape))]
+    if views or any(block is x for x in solve.arrays):
         raise ValueError(
             f"{call}: expected a block of this rank, but got a variable that the root of the solve holds, and of which all "
             f"ranks have the same copy. Instead {_ADVICE}. If all blocks should be equal, pass a copy, 1.0 * x."
@@ -73,15 +76,6 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
             f"the same copies. One of them has the shape of a block, {shape}. If each rank should have its own variables, "
             f"the result is wrong: {_ADVICE}."
         )
-
-
-def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:
-    if block is array:
-        return True
-    if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
-        return False
-    # A view of the whole array in another shape, or of one of its fields, counts as a copy; a slice may be a valid block.
-    return block.size == array.size or _ends_in(array, shape)
 
 
 def _ends_in(array: Array, shape: Shape) -> bool:

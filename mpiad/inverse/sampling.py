@@ -320,7 +320,12 @@ def sample(
                 problem = _problem(settings.method, start, misfit, prior, posterior, quantities)
             elif prior is not None or posterior is not None:
                 raise TypeError(f"{_CALL}: with groups, build(comm) returns prior and posterior; don't pass them.")
-            written = _written_key(settings.checkpoint) if rng is None and whole.rank == 0 else None
+            written = None
+            if rng is None and whole.rank == 0 and settings.checkpoint is not None:  # the key in files of these chains
+                file = settings.checkpoint.file
+                stem, suffix = glob.escape(file.stem), glob.escape(file.suffix)
+                if files := sorted(file.parent.glob(f"{stem}.chain*.rank*of*.?{suffix}")):
+                    written = int(read_description(files[0])[_KEY], 16)
         key = shared_key(rng, whole, _CALL)
         settings = settings._replace(key=whole.data.bcast(key if written is None else written, 0))
         given = settings._replace(checkpoint=settings.checkpoint and settings.checkpoint.every)  # type: ignore[arg-type]
@@ -340,15 +345,6 @@ def sample(
                 _log.warning("%s: stopped by signal %d; the same program continues the chains.", _CALL, ended_by)
             raise SystemExit(128 + ended_by)
         return _result(settings, found)
-
-
-def _written_key(checkpoint: CheckpointFile | None) -> int | None:
-    """Return the key of the chains in a checkpoint, or None if none were written."""
-    if checkpoint is None:
-        return None
-    stem, suffix = glob.escape(checkpoint.file.stem), glob.escape(checkpoint.file.suffix)
-    files = sorted(checkpoint.file.parent.glob(f"{stem}.chain*.rank*of*.?{suffix}"))
-    return int(read_description(files[0])[_KEY], 16) if files else None
 
 
 def _step_sizes(method: str, sizes: float | Sequence[float]) -> tuple[float, ...]:
