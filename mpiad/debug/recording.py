@@ -88,7 +88,7 @@ calls.register(_switch)
 
 MAX_EVENTS = 500_000  # maximum number of recorded events; each takes a few hundred bytes
 _NO_ARGUMENTS = Arguments()
-_WAITS = ("mpi_wait", "mpi_waitall")
+WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
@@ -257,7 +257,7 @@ def _messages(operation: str, arguments: Arguments) -> tuple[Message, ...]:
     messages = []
     for envelope in arguments.envelopes:
         # A send is counted when it starts, not in the wait that completes it.
-        if envelope.number is None or (operation in _WAITS and envelope.outgoing):
+        if envelope.number is None or (operation in WAITS and envelope.outgoing):
             continue
         channel = envelope.channel
         own, peer = channel.members[channel.rank], channel.members[envelope.peer]

@@ -11,11 +11,11 @@ from typing import IO, NamedTuple, TypeVar
 import numpy as np
 
 from mpiad._typing import Comm, Rank
-from mpiad.debug.recording import Clock, Computation, Event, Message, Place, Recording, computed, latest
+from mpiad.debug.recording import WAITS, Clock, Computation, Event, Message, Place, Recording, computed, latest
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.watch.call_agreement import aligned
+from mpiad.transport.watch.call_agreement import FROM_ROOT, STARTS, TO_ROOT, aligned
 
 K = TypeVar("K")
 
@@ -28,10 +28,6 @@ K = TypeVar("K")
 # don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the rank does no other work.
 #
 # The times of different ranks are converted to one clock, with an error of a few microseconds.
-
-_STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
-_COMPLETIONS = ("mpi_wait", "mpi_waitall")
-_FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "mpi_gather")
 
 
 class _Arrival(NamedTuple):
@@ -58,7 +54,7 @@ def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]
         if awaited:
             waits.append(min(max(max(awaited) - clock(event.began), 0.0), duration))
         else:
-            waits.append(duration if event.operation in _COMPLETIONS and not event.messages else 0.0)
+            waits.append(duration if event.operation in WAITS and not event.messages else 0.0)
     return waits
 
 
@@ -78,7 +74,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
     arrivals = {}
     for k, event in enumerate(events):
         arguments, name = event.arguments, event.operation
-        if not arguments.members or event.messages or name in _STARTS or name in _COMPLETIONS or arguments.peer is not None:
+        if not arguments.members or event.messages or name in STARTS or name in WAITS or arguments.peer is not None:
             continue
         kind = (arguments.communicator or "", name)
         root = None if arguments.root is None else arguments.members[arguments.root]
@@ -103,9 +99,9 @@ def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) 
 
 def _awaited(arrival: _Arrival, began: dict[Rank, float]) -> float:
     name, root = arrival.operation, arrival.root
-    if root is not None and name in _FROM_ROOT:
+    if root is not None and name in FROM_ROOT:
         return began.get(root, arrival.began)
-    if root is not None and name in _TO_ROOT and arrival.rank != root:
+    if root is not None and name in TO_ROOT and arrival.rank != root:
         # A rank other than the root only sends, without waiting.
         return arrival.began
     return max(began.values())
@@ -354,7 +350,7 @@ def _gathered(recording: Recording) -> Report:
                 local_rows[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
             # The bytes of a request are counted at its start.
-            nbytes = 0 if event.operation in _COMPLETIONS else event.arguments.nbytes
+            nbytes = 0 if event.operation in WAITS else event.arguments.nbytes
             row = local_rows[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value

@@ -75,19 +75,11 @@ def aligned(rows: list[Row], left: int = sys.maxsize) -> list[str]:
     ]
 
 
+TO_ROOT, FROM_ROOT = {"mpi_sum", "mpi_reduce", "mpi_gather"}, {"mpi_bcast", "mpi_scatter"}
+# Calls that don't wait for other ranks; what they receive is returned by a wait.
+STARTS = {"mpi_send", "mpi_isend", "mpi_irecv", "mpi_iallreduce"}
 # Calls whose lines may differ between ranks: those with a root, at the start or end of the program, and after an exception.
-_ROOTED = {"mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize"}
-_ROOTED |= {"mpi_init", "reset", "the end of the program", "comm.Free"}
-
-
-_TO_ROOT, _FROM_ROOT = {"mpi_sum", "mpi_reduce", "mpi_gather"}, {"mpi_bcast", "mpi_scatter"}
-_NO_RESULT = {
-    "mpi_send",
-    "mpi_isend",
-    "mpi_irecv",
-    "mpi_iallreduce",
-    "mpi_barrier",
-}  # what is received is returned by a wait
+_ROOTED = {*TO_ROOT, *FROM_ROOT, "mpi_print", "minimize", "mpi_init", "reset", "the end of the program", "comm.Free"}
 
 
 def _receives(call: Call) -> bool:
@@ -95,10 +87,10 @@ def _receives(call: Call) -> bool:
     given, params, name = call.arguments, call._params, call.name
     if params is None:  # an operator, such as a halo exchange
         return True
-    if len(given.members) < 2 or name in _NO_RESULT:
+    if len(given.members) < 2 or name in STARTS or name == "mpi_barrier":
         return False
-    if name in _TO_ROOT or name in _FROM_ROOT:
-        return (params.channel.rank == given.root) == (name in _TO_ROOT)  # type: ignore[attr-defined]
+    if name in TO_ROOT or name in FROM_ROOT:
+        return (params.channel.rank == given.root) == (name in TO_ROOT)  # type: ignore[attr-defined]
     if name in ("mpi_recv", "mpi_exchange", "mpi_sendrecv"):
         return getattr(params, "source", None) is not None
     return getattr(params, "call", "") != "mpi_isend"  # of a request
@@ -216,7 +208,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     return found
 
 
-_STARTS = "number of mpi_iallreduce calls before"
+_REDUCTIONS = "number of mpi_iallreduce calls before"
 _ADVICE = {
     "operation": "All ranks must make the same calls in the same order: look for a branch that some ranks don't take, an "
     "early return or exit, or a loop of different length.",
@@ -229,7 +221,7 @@ _ADVICE = {
     "call site": "If different lines are meant to meet here, allow it with mpiad.debug.checked(call_sites=False) or "
     "MPIAD_DEBUG_SITES=0.",
     "step": "This is a mistake in the library unless one rank's call differs from the others' in the table.",
-    _STARTS: "Start nonblocking reductions at the same place among the other calls on all ranks.",
+    _REDUCTIONS: "Start nonblocking reductions at the same place among the other calls on all ranks.",
 }
 
 
@@ -239,7 +231,7 @@ def raise_mismatch(described: list[tuple[Description, int]], group: Group) -> No
     compared = zip(*(description.compared for _, (description, _) in rows))
     different = [name for name, values in zip(_NAMES, compared) if len(set(values)) > 1]
     if len({starts for _, (_, starts) in rows}) > 1:
-        different.append(_STARTS)
+        different.append(_REDUCTIONS)
     table = table_of_ranks(
         ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
@@ -262,7 +254,7 @@ def raise_mismatch(described: list[tuple[Description, int]], group: Group) -> No
 
 def _arguments(description: Description, starts: int, different: list[str]) -> str:
     shown = description.arguments(sums="reduction" in different and "operation" not in different)
-    after = f"after {starts} mpi_iallreduce" if _STARTS in different else ""
+    after = f"after {starts} mpi_iallreduce" if _REDUCTIONS in different else ""
     return ", ".join(filter(None, (shown, after))) or "-"
 
 
