@@ -71,11 +71,9 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
             options=options,
             callback=iterates,
         )
-        no_step = not result.success and result.status == method.no_step
         if method.name == "trust-constr":  # SciPy calls the gradient `grad`, and the Jacobians of the constraints `jac`
             result.constr_jac = result.jac
-        result = corrected(result, points, constrained=bool(constraints))
-        result.message = f"{result.message.strip()} {_NO_STEP}" if no_step else result.message
+        result = corrected(result, points, bool(constraints), method.no_step)
         if method.name == "trust-constr":
             result.grad = result.jac
             if box is not None and not constraints:
@@ -220,8 +218,12 @@ def _gradient_at(x: np.ndarray, points: Points) -> np.ndarray:
     return np.full_like(point.x, np.nan) if point.gradient is None else point.gradient.copy()
 
 
-def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
+def corrected(
+    result: scipy.optimize.OptimizeResult, points: Points, constrained: bool, no_step: int
+) -> scipy.optimize.OptimizeResult:
     """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
+    # `no_step`: SciPy's status if the line search has failed.
+    advice = f" {_NO_STEP}" if not result.success and result.status == no_step else ""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.count("value"))
     # SciPy's `fun` may be a substitute, and L-BFGS-B's x isn't the point of its `fun` if a line search fails.
@@ -245,7 +247,7 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3
         result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
-    result.jac = _gradient_at(result.x, points)
+    result.jac, result.message = _gradient_at(result.x, points), f"{result.message.strip()}{advice}"
     return result
 
 

@@ -78,11 +78,9 @@ def value_and_grad(
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch or, if a `DistributedDataContainer` holds a list, the length of its batch; 1 if there is neither.
     comm : mpi4py intracommunicator, optional
-        The ranks whose losses are averaged. If `loss` communicates with other ranks, such as other stages of one model, the
-        gradient is that of the sum of their losses, too: use `mpiad.value_and_grad` on the communicator of the stages.
+        The ranks whose losses are averaged. If other ranks have further stages of the model, see `DistributedOptimizer`.
     bucket_bytes : int
-        Maximum size of a message in bytes. Gradients of one dtype are concatenated to messages of at most this size; a
-        larger array has its own message.
+        Maximum size of a message in bytes: gradients of one dtype are concatenated. A larger array has its own message.
 
     Returns
     -------

@@ -197,7 +197,7 @@ def test_a_lower_point_that_was_seen_replaces_the_end(
     ended = scipy.optimize.OptimizeResult(
         x=np.zeros(2), fun=3.0, jac=np.full(2, 1e-8), success=True, status=0, message="Fine."
     )
-    result = corrected(ended, Seen(best, gradient), constrained=False)  # type: ignore[arg-type]
+    result = corrected(ended, Seen(best, gradient), constrained=False, no_step=2)  # type: ignore[arg-type]
     assert result.success == success and (result.status == 0) == success
     assert np.array_equal(result.x, [1.0, 2.0] if moved else [0.0, 0.0])
     assert result.fun == (best if moved else 3.0) and ("best point" in result.message) == moved
