@@ -1,11 +1,12 @@
 """Closures: the objects that a function reads besides its arguments, found by the traversal of a `FunctionReader`.
 
 These are the function's defaults, the global variables and variables of enclosing functions that its bytecode names, and
-recursively the objects that the functions among them read. The reader follows only those attributes of the user's modules,
-objects that the code names, such as `rate` in `settings.rate`, and all members of a class, since the function may create
-objects of it. Some libraries are assumed to be constant. A function can't be followed if it reads anything else, such as an
-iterator, random numbers, or, of an object that it hasn't created, a property or the object itself as another function's
-argument.
+recursively the objects that the functions among them read. The reader follows only those attributes of the user's modules
+and objects that the code names, such as `rate` in `settings.rate`. Since the function may create objects of a class that it
+reads, the reader follows the values in the class, its special methods, and the methods and properties whose names occur in
+any code that it follows, or all of them if code may compute such a name, as for `getattr`. Some libraries are assumed to be
+constant. A function can't be followed if it reads anything else, such as an iterator, random numbers, or, of an object that
+it hasn't created, a property or the object itself as another function's argument.
 
 Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` records
 conditions under which the objects are unchanged. A `Watch` checks them at each call of a compiled function, whose program
@@ -23,9 +24,10 @@ import re
 import sys
 from abc import ABCMeta
 from collections import Counter, deque, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -41,7 +43,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -49,7 +51,7 @@ from autograd.tracer import Box
 from mpiad._typing import Array
 
 # Functions that read objects that the code doesn't name.
-_HIDDEN_READS = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
+_HIDDEN_READS = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "__import__"})
 # Functions and methods of constant libraries whose results change from call to call, or that read or write files.
 _UNREPEATABLE = frozenset(
     """random rvs resample bootstrap permutation_test monte_carlo_test differential_evolution dual_annealing basinhopping
@@ -65,6 +67,12 @@ _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescript
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, *_FUNCTIONS_IN_C)
 _STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, ModuleType, SimpleNamespace, *_VALUES)}
 _UNFOLLOWED = object()
+_COMPUTED = "neither a stored value nor a method written in Python"
+# What reads attributes whose names the code doesn't contain.
+_BY_NAME = frozenset(
+    """getattr hasattr setattr delattr vars dir attrgetter methodcaller format format_map __dict__
+    __getattribute__ MATCH_CLASS""".split()
+)
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__ __repr__
@@ -85,13 +93,41 @@ class Unknown(Exception):
     """Raised for an object that can't be followed."""
 
 
+class _Place(NamedTuple):
+    """An expression in the user's code."""
+
+    expression: str
+    fun: FunctionType | None = None  # in which it is; None for a member of a class
+
+    def __str__(self) -> str:
+        return " in ".join(filter(None, (self.expression, self.fun and self.fun.__qualname__)))
+
+
 class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
     constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections", "copy", "dataclasses"})
 
     def __init__(self) -> None:
-        self.reading = ""  # the expression in the user's code that is being read
+        self.path: tuple[_Place, ...] = ()  # the expression that is being read, after those from which it was reached
+        # The names in the code, and the methods and properties of classes whose names haven't occurred, with their paths.
+        self._occurring: set[str] = set()
+        self._are_all_read = False  # whether code may read attributes whose names it doesn't contain
+        self._pending: dict[str, list[tuple[tuple[_Place, ...], Any]]] = {}
+
+    @property
+    def reading(self) -> str:
+        """The expression in the user's code that is being read."""
+        return str(self.path[-1]) if self.path else ""
+
+    @property
+    def origin(self) -> str:
+        """The line in the outermost function from which another function was reached that is being read."""
+        expression, fun = next((place for place in self.path if place.fun), _Place(""))
+        if fun is None or fun is self.path[-1].fun:
+            return ""
+        line = _line_of(fun.__code__, expression.rpartition(".")[2]) or fun.__code__.co_firstlineno
+        return f"reached from {fun.__qualname__}, line {line}"
 
     # ---- what subclasses record
 
@@ -137,27 +173,30 @@ class FunctionReader:
             return
         if type(value) in _FUNCTIONS and _is_in(str(getattr(value, "__module__", "")), self.constant_modules):
             _require_repeatable(getattr(value, "__name__", ""))
-        read = _reader_for(type(value))
+        path, read = self.path, _reader_for(type(value))
         self.other(value) if read is None else read(self, value)
         if isinstance(value, _VALUES):
             self.read_state(value)  # attributes of an instance of a user's subclass
+        self.path = path
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:
         """Record the attributes that a function reads from its first argument."""
         if isinstance(value, _VALUES) or self.is_constant(value):
             self.read(value)
             return
-        self.reading = fun.__qualname__
+        outer = self.path
+        self.path = (*outer, _Place("", fun))
         for attributes in _reads_of_first_argument(fun.__code__):
-            self.reading = f"{'.'.join((fun.__code__.co_varnames[0], *attributes))} in {fun.__qualname__}"
+            self.path = (*outer, _Place(".".join((fun.__code__.co_varnames[0], *attributes)), fun))
             self._chain(value, attributes)
         for attributes in _reads_of_super(fun.__code__):
-            self.reading = f"{'.'.join(('super()', *attributes))} in {fun.__qualname__}"
+            self.path = (*outer, _Place(".".join(("super()", *attributes)), fun))
             owner, name, *others = content_of(_cells(fun)["__class__"]), *attributes
             mro = type(value).__mro__
-            if owner not in mro:  # the first argument is a class
-                raise Unknown
+            if owner not in mro:
+                raise Unknown("super() of a class")
             self._chain(self._stored(value, name, {}, mro[mro.index(owner) + 1 :]), others)
+        self.path = outer
 
     def read_held(self, value: object) -> None:
         """Record an object found in a function or object of a library, if it may come from the user."""
@@ -188,6 +227,7 @@ class FunctionReader:
         elif not self.is_constant(value) or type(value).__module__ == "builtins" and type(value) is not object:
             raise Unknown(f"an object of type {type(value).__name__}")
         else:
+            self._read_pending((type(value).__name__,))
             self.library_object(value)
 
     def _array(self, value: np.ndarray) -> None:
@@ -213,11 +253,15 @@ class FunctionReader:
                 (self.read if is_primitive else self.read_held)(content)
             return
         self.function(value)
+        outer = self.path
+        self._read_pending(_names(code))
         if any(parts := (value.__defaults__, value.__kwdefaults__, value.__dict__)):
+            self.path = (*outer, _Place("a default or an attribute", value))
             for part in parts:
                 self.read(part)
+            self.path = outer
         for is_global, name, attributes in _reads(code):
-            self.reading = f"{'.'.join((name, *attributes))} in {value.__qualname__}"
+            self.path = (*outer, _Place(".".join((name, *attributes)), value))
             if not is_global:
                 found = content_of(cells[name])
                 self.variable(cells[name], found)
@@ -231,6 +275,17 @@ class FunctionReader:
             elif not hasattr(builtins, name):
                 self.name(vars(builtins), name)
                 self._chain(MISSING, attributes)
+
+    def _read_pending(self, names: Sequence[str]) -> None:
+        """Read the methods and properties that have one of the names in code, or of `getattr` under another name."""
+        self._occurring.update(names)
+        self._are_all_read |= not _BY_NAME.isdisjoint(names)
+        outer = self.path
+        for name in [*self._pending] if self._are_all_read else names:
+            for path, member in self._pending.pop(name, ()):
+                self.path = path
+                self._member(member)
+        self.path = outer
 
     def _method(self, value: MethodType) -> None:
         if self.is_constant(value.__self__):
@@ -248,12 +303,17 @@ class FunctionReader:
         self.constant(value)
 
     def _class(self, value: type) -> None:
-        """Record a class of which a function may create objects: all members, since any of them may be read."""
+        """Record a class of which a function may create objects: the members that may be read."""
         self.constant(value)
+        self._read_pending((value.__name__,))
         if self.is_constant(value) or issubclass(value, BaseException):
             return
         if type(value) not in (*_METACLASSES, EnumType):
             raise Unknown(f"class {value.__name__}, which has a metaclass")
+        outer = self.path
+        # Libraries may read members of their own subclasses, and of callable objects, such as `transpose` of an operator.
+        modules = [base.__module__ for base in value.__mro__ if self.is_constant(base) or isinstance(base, EnumType)]
+        asks = modules.count("builtins") < len(modules) or any("__call__" in vars(base) for base in value.__mro__)
         for base in value.__mro__:
             if self.is_constant(base) or base.__module__ in ("abc", "enum", "typing") or base is SimpleNamespace:
                 continue
@@ -262,8 +322,13 @@ class FunctionReader:
             generated |= _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else frozenset()
             for name, member in vars(base).items():
                 if name not in generated:
+                    self.path = (*outer, _Place(f"{base.__qualname__}.{name}"))
                     self.read(name)
-                    self._member(member)
+                    is_optional = not asks and name[:2] != "__" and hasattr(type(member), "__get__")
+                    if is_optional and not self._are_all_read and name not in self._occurring:
+                        self._pending.setdefault(name, []).append((self.path, member))
+                    else:
+                        self._member(member)
 
     def _member(self, value: Any) -> None:
         if isinstance(value, (property, DynamicClassAttribute)):
@@ -280,11 +345,15 @@ class FunctionReader:
         """Record a function that a class defines."""
         self.read(value)
 
+    def function_of_class(self, value: FunctionType) -> None:
+        """Record that a method is called as a function of its class, as in ``Base.__init__(self)``; it is read later."""
+
     def _builtin(self, value: BuiltinFunctionType) -> None:
         owner = value.__self__
         is_known = isinstance(owner, ModuleType) and self.is_constant(owner) and value.__name__ not in _HIDDEN_READS
         if not is_known and value is not sys.exit:  # on several ranks that is a function of mpiad's
             raise Unknown(f"{value.__name__}, an unknown function")
+        self._read_pending((value.__name__,))
         self.constant(value)
 
     # ---- attributes
@@ -307,14 +376,14 @@ class FunctionReader:
         if issubclass(kind, (Enum, EnumType)):
             if name in (("name", "value") if isinstance(value, Enum) else value.__members__):
                 return getattr(value, name)
-            raise Unknown
+            raise Unknown(_COMPUTED)
         if kind in _METACLASSES:
             own, bases = {}, value.__mro__
         elif kind.__getattribute__ in _STANDARD_LOOKUPS:
             self.kind(value)
             own, bases = getattr(value, "__dict__", {}), kind.__mro__
         else:
-            raise Unknown
+            raise Unknown(_COMPUTED)
         return self._stored(value, name, own, bases)
 
     def _stored(self, value: Any, name: str, own: Mapping[str, Any], bases: Sequence[type]) -> Any:
@@ -326,12 +395,15 @@ class FunctionReader:
             common = common.__func__
         elif isinstance(common, classmethod):
             common = MethodType(common.__func__, value if isinstance(value, type) else type(value))
-        elif isinstance(method, FunctionType) and not isinstance(value, type):
-            common = MethodType(method, value)
+        elif isinstance(method, FunctionType):
+            if isinstance(value, type):
+                self.function_of_class(method)  # Python returns the function itself
+            else:
+                common = MethodType(method, value)
         elif hasattr(type(common), "__get__") or is_missing and _is_computed(type(value), name, own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
                 return _UNFOLLOWED  # an attribute of the built-in base class, or an item of a dictionary
-            raise Unknown
+            raise Unknown(_COMPUTED)
         # The namespace in which the attribute is found, and the namespaces searched before it.
         for names in (own, *(base.__dict__ for base in bases)):
             self.name(names, name)
@@ -456,6 +528,15 @@ def assigns_outside(code: CodeType) -> bool:
 
 # Bytecode.
 
+
+def _line_of(code: CodeType, name: str) -> int | None:
+    """Return the first line at which code or a nested function names a variable or an attribute."""
+    for each in dis.get_instructions(code):
+        if each.argval == name:
+            return next(line for start, stop, line in code.co_lines() if start <= each.offset < stop)
+    return next(filter(None, (_line_of(inner, name) for inner in _nested(code))), None)
+
+
 _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"
 _PAIR = re.compile(r"((?:LOAD|STORE)_FAST\w*?)_((?:LOAD|STORE)_FAST\w*)")  # since Python 3.13 one instruction for two names
 
@@ -524,6 +605,13 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 @lru_cache(maxsize=256)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names of global variables and attributes in code and nested functions; for class patterns, MATCH_CLASS."""
+    names = [*code.co_names, *[x.opname for x in dis.get_instructions(code) if x.opname == "MATCH_CLASS"]]
+    return tuple(dict.fromkeys([*names, *[name for inner in _nested(code) for name in _names(inner)]]))
+
+
+@lru_cache(maxsize=256)
 def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
     """Return the global and enclosing variables that a code object reads, as (is global, name, attributes)."""
     # Code that imports modules or defines classes raises Unknown.
@@ -545,7 +633,7 @@ def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
     If the variable or an attribute of it is assigned, raise Unknown.
     """
     if not code.co_varnames:
-        raise Unknown
+        raise Unknown("a method without arguments")
     return tuple(dict.fromkeys(_reads_of_variable(code, code.co_varnames[0])))
 
 
@@ -571,18 +659,16 @@ def _reads_of_variable(code: CodeType, variable: str) -> list[tuple[str, ...]]:
         elif in_cell and operation in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CLOSURE", "MAKE_CELL"):
             continue
         elif ("FAST" in operation or "DEREF" in operation) and name == variable:
-            raise Unknown
+            raise Unknown(f"it assigns {variable}")
     nested = [inner for inner in _nested(code) if variable in inner.co_freevars]
     return reads + [read for inner in nested for read in _reads_of_variable(inner, variable)]
 
 
 @lru_cache(maxsize=256)
-def attributes_of_results(code: CodeType) -> set[str]:
+def attributes_of_results(code: CodeType) -> tuple[str, ...]:
     """Return attributes that code and nested functions read from objects other than global and enclosing variables."""
-    found = set()
-    for operation, _, attributes in _chains(code):
-        found.update(() if operation in ("LOAD_GLOBAL", "LOAD_DEREF") else attributes)
-    return found.union(*map(attributes_of_results, _nested(code)))
+    found = [names for operation, _, names in _chains(code) if operation not in ("LOAD_GLOBAL", "LOAD_DEREF")]
+    return tuple(dict.fromkeys(chain(*found, *map(attributes_of_results, _nested(code)))))
 
 
 # Bitwise comparison of arrays: each call compares all writable arrays in the closure.
@@ -650,11 +736,11 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
             if args and value is args[0] and isinstance(fun, FunctionType):
                 reader.read_first_argument(fun, value)
             else:
-                reader.reading = ""
                 reader.read(value)
         reader.finish()
     except Unknown as error:
-        raise Unknown(": ".join(filter(None, (reader.reading, str(error))))) from None
+        text = ": ".join(filter(None, (reader.reading, str(error))))
+        raise Unknown(", ".join(filter(None, (text, reader.origin)))) from None
     return reader.watch
 
 
@@ -689,9 +775,10 @@ class _WatchReader(FunctionReader):
     def __init__(self) -> None:
         super().__init__()
         self.watch = Watch()
-        # Names: those of the communicators' methods, and those of the attributes that are read from unknown objects.
+        # Names: those of the communicators' methods, and those of attributes that are read from unknown objects, with the
+        # places of the latter.
         self._communicating: set[str] = set()
-        self._names: set[str] = set()
+        self._names: dict[str, tuple[_Place, ...]] = {}
         self._noted: set[tuple[int, str]] = set()  # the names in namespaces, by `id`, that have a condition
         self._without_attributes: list[FunctionType] = []
         self._asks_for_attributes = False  # whether code may find out that an object hasn't an attribute
@@ -699,12 +786,17 @@ class _WatchReader(FunctionReader):
 
     def finish(self) -> None:
         """Add conditions that depend on all code; refuse functions that may draw, or use a communicator by another name."""
-        if not self._names.isdisjoint(_OF_DISTRIBUTIONS):
-            raise Unknown("random numbers")
+        self._refuse(_OF_DISTRIBUTIONS, "random numbers")
+        self._refuse(self._communicating - _OF_COMMUNICATORS, "calls of mpi4py aren't compiled")
         for fun in self._without_attributes if self._asks_for_attributes else []:
             self.watch.note("not {0}.__dict__", fun)
-        if self._names & self._communicating - _OF_COMMUNICATORS:
-            raise Unknown("calls of mpi4py aren't compiled")
+
+    def _refuse(self, names: Collection[str], reason: str) -> None:
+        """Refuse functions that read attributes with these names from unknown objects."""
+        for name in self._names:
+            if name in names:
+                self.path = self._names[name]
+                raise Unknown(reason)
 
     def is_known(self, value: object) -> bool:
         if id(value) in self._known:
@@ -727,7 +819,9 @@ class _WatchReader(FunctionReader):
         self.watch.note(same, value, value.__code__, value.__defaults__, value.__kwdefaults__)
         if not value.__dict__:
             self._without_attributes.append(value)
-        self._names |= attributes_of_results(value.__code__)
+        for name in attributes_of_results(value.__code__):
+            if name not in self._names:
+                self._names[name] = (*self.path, _Place(name, value))
 
     def variable(self, cell: CellType, value: object) -> None:
         if value is MISSING:
@@ -745,7 +839,8 @@ class _WatchReader(FunctionReader):
         if type(value) in _boxes:
             raise HoldsTraced
         if _is_communicator(value):
-            self._communicating.update(name for name in dir(value) if callable(getattr(type(value), name, None)))
+            names = [name for name in dir(value) if not name.startswith("__")]  # any object has `__init__`
+            self._communicating.update(name for name in names if callable(getattr(type(value), name, None)))
         super().other(value)
 
     def read_held(self, value: object) -> None:
@@ -800,10 +895,11 @@ class _Survey(_WatchReader):
         self.communicates |= str(module).partition(".")[0] in ("mpiad", "mpi4py")
         # Not by a context manager: in Python 3.12 its generator and the exception, which refers to the frames of all
         # callers, are a reference cycle.
+        path = self.path
         try:
             super().read(value)
         except Unknown:
-            self.communicates = True
+            self.communicates, self.path = True, path
 
     def _chain(self, value: Any, attributes: Iterable[str]) -> None:
         try:
@@ -823,6 +919,10 @@ class _Survey(_WatchReader):
     def method(self, value: Any) -> None:
         self._methods.add(value)
         super().method(value)
+
+    def function_of_class(self, value: FunctionType) -> None:
+        if self.path[-1].fun in self._methods:  # of the same object
+            self._methods.add(value)
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:
         self._methods.discard(fun)

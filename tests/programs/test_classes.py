@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import enum
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiad
 from mpiad import ensemble, timestepping
+from mpiad.compiling.closure import Unknown, survey, watch_of
 
 pytestmark = pytest.mark.serial
 
@@ -206,6 +209,7 @@ CASES = {
         set_to(Colour, "halved", staticmethod(lambda x: 7.0 * x)),
     ],
     lambda x: (x * Colour.RED.value if Colour.RED is Colour["RED"] else x) * FACTOR: [of_this_module("FACTOR", 3.0)],
+    lambda x: vars(Disk(x))["radius"] * vars(Disk)["factor"]: [set_to(Disk, "factor", 2.0)],
     lambda x: Registered(x).value(): [set_to(Registered, "scale", 3.0), set_to(Registered, "value", lambda self: -self.u)],
 }  # fmt: skip
 CHANGES = [(fun, change) for fun, changes in CASES.items() for change in changes]
@@ -353,3 +357,133 @@ def test_deep_copies_of_objects_with_jitted_functions() -> None:
         np.testing.assert_allclose(made, expected, rtol=1e-14)
     np.testing.assert_allclose(before, [np.sin(X), 2.0 * np.sin(0.5 * X), 2.0 * X], rtol=1e-14)
     np.testing.assert_allclose(model["method"](), np.zeros(5))
+
+
+@pytest.mark.parametrize("fun", [option, barrier, state, disk, pair])
+def test_objects_next_to_a_communicator(fun: Callable) -> None:
+    """Communicators have an `__init__`, an `__eq__` and a `__class__`, as all objects have."""
+    comm = MPI.COMM_SELF
+    jitted = mpiad.jit(lambda x: fun(x) * mpiad.mpi_allreduce(anp.sum(x), comm=comm), strict=True)
+    for x in (X, X * 1.25):
+        np.testing.assert_allclose(jitted(x), fun(x) * np.sum(x), rtol=1e-13)
+
+
+class Module:
+    def __init__(self) -> None:
+        self.training = 2.0
+
+    def doubled(self) -> Any:
+        return 2.0 * self.x * self.training  # type: ignore[attr-defined]
+
+
+class Scale(Module):
+    def __init__(self, x: Any) -> None:
+        Module.__init__(self)
+        self.x = x
+
+    def doubled(self) -> Any:
+        return Module.doubled(self) * FACTOR
+
+
+def test_methods_called_as_functions_of_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of a loop, whose objects are new, is compiled as well."""
+    jitted, decay = mpiad.jit(lambda x: Scale(x).doubled() + Module.doubled(Scale(x)), strict=True), mpiad.jit(anp.tanh)
+    for training, factor in ((2.0, 2.0), (3.0, 2.0), (3.0, 5.0)):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        if training > 2:
+            monkeypatch.setattr(Module, "__init__", lambda self: setattr(self, "training", 3.0))
+        np.testing.assert_allclose(jitted(X), 2.0 * training * (factor + 1.0) * X, rtol=1e-13)
+    monkeypatch.undo()
+    survey_of_step = survey(lambda u, k: decay(Scale(u).doubled()), type(decay))
+    assert survey_of_step == (True, "")
+
+
+class Data:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def load(self, path: str) -> None:
+        self.x = np.loadtxt(path)
+
+    def part(self, i: int) -> Any:
+        return self.x[3 * i : 3 * i + 3]
+
+    def reloaded(self) -> Any:
+        return self.load("data.txt")
+
+    @property
+    def noise(self) -> Any:
+        return np.random.standard_normal(6)  # noqa: NPY002
+
+    @noise.setter
+    def noise(self, value: Any) -> None:
+        pass
+
+    @staticmethod
+    def opened() -> Any:
+        return open("data.txt").read()
+
+    @cached_property
+    def cached(self) -> Any:
+        return np.random.standard_normal(6)  # noqa: NPY002
+
+    @mpiad.jit
+    def jitted(self, x: Any) -> Any:
+        return x + np.random.standard_normal(6)  # noqa: NPY002
+
+    def __neg__(self) -> Any:
+        return self.part(1)
+
+
+class Operator(Data):
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class Described:
+    def noise(self, x: Any) -> Any:
+        return x
+
+
+def with_noise(data: Any) -> Any:
+    return data.noise
+
+
+NAME, fetched, noise_of = "noise", getattr, operator.attrgetter("noise")
+
+
+def test_methods_that_are_never_called_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.arange(6.0)
+    jitted = mpiad.jit(lambda x: Data(x).part(0) * -Data(x), strict=True)
+    np.testing.assert_array_equal(jitted(x), x[:3] * x[3:])
+    monkeypatch.setattr(Data, "part", lambda self, i: self.x[i : i + 3])
+    np.testing.assert_array_equal(jitted(x), x[:3] * x[1:4])
+
+
+@pytest.mark.parametrize("fun", [
+    lambda x: Data(x).noise,
+    lambda x: with_noise(Data(x)),
+    lambda x: [with_noise(kind(x)) for kind in (Data, Data)],
+    lambda x: Data(x).reloaded(),
+    lambda x: Data(x).opened(),
+    lambda x: Data(x).cached,
+    lambda x: Data(x).jitted(x),
+    lambda x: (lambda data: data.noise)(Data(x)),
+    lambda x: getattr(Data(x), NAME),
+    lambda x: hasattr(Data(x), NAME),
+    lambda x: setattr(Data(x), NAME, x),
+    lambda x: fetched(Data(x), NAME),
+    lambda x: noise_of(Data(x)),
+    lambda x: operator.methodcaller("load", "data.txt")(Data(x)),
+    lambda x: vars(type(Data(x)))[NAME],
+    lambda x: type(Data(x)).__dict__[NAME],
+    lambda x: f"{x}{{0.noise}}".format(Data(x)),
+    lambda x: Operator(x),  # solvers read `transpose` of an operator
+    lambda x: [Described().noise(x), Data(x)],  # the code doesn't show the class
+])  # fmt: skip
+def test_methods_whose_names_occur_are_followed(fun: Callable) -> None:
+    """And all of them if code may read an attribute by a name that is computed."""
+    with pytest.raises(Unknown, match="Data|draws"):
+        watch_of(fun)
+    with pytest.raises(TypeError, match="can't be compiled"):
+        mpiad.jit(fun, strict=True)(np.arange(6.0))

@@ -654,3 +654,53 @@ def test_functions_of_libraries_do_not_change(module, name):
     jitted = mpiad.jit(lambda x: fun(x, x) if name != "tensordot" else fun(x, x, 1), strict=True)
     for _ in range(40):
         np.testing.assert_allclose(jitted(X), X @ X, rtol=1e-14)
+
+
+def rank_of(x):
+    given = x * FACTOR
+    return given * (lambda comms: comms[0].bcast(1.0))([MPI.COMM_SELF]) + inner(x)
+
+
+class Noise:
+    def scale(self):
+        return 2.0
+
+    source = RANDOM
+
+    def value(self, x):
+        return self.scale() * x
+
+
+def of_noise(x):
+    noise = Noise()
+    return noise.value(x)
+
+
+def in_a_container(x):
+    return x * NEST[0](x) * NEST[1]
+
+
+NEST = [inner, RANDOM]
+
+
+@pytest.mark.parametrize(("fun", "place", "line"), [
+    (rank_of, "bcast in rank_of", None),
+    (lambda x: x + rank_of(x), "bcast in rank_of", 0),
+    (of_noise, "Noise.source", 1),
+    (lambda x: of_noise(x), "Noise.source", 0),
+    (in_a_container, "NEST in in_a_container", None),
+    (lambda x: (x
+                + draws_from_scipy(x)), "NOISE.rvs in draws_from_scipy", 1),
+    (mpiad.jit(lambda x: [draws(y) for y in x]), "RANDOM.standard_normal in draws", 0),
+    (lambda x: x * Hidden().value, "COUNT in Hidden.value", 0),
+])  # fmt: skip
+def test_the_message_names_the_place_and_the_users_line(fun, place, line):
+    """The line in the function that is compiled, counted from its first one, if another function reads the object."""
+    with pytest.raises(Unknown) as caught:
+        watch_of(fun)
+    (found, _, rest), fun = str(caught.value).partition(":"), getattr(fun, "fun", fun)
+    assert found == place
+    if line is None:
+        assert "reached from" not in rest
+    else:
+        assert rest.endswith(f", reached from {fun.__qualname__}, line {fun.__code__.co_firstlineno + line}")
