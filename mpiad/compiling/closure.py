@@ -90,7 +90,9 @@ class MISSING:
 
 
 class Unknown(Exception):
-    """Raised for an object that can't be followed."""
+    """Raised for an object that can't be followed; `watch`: that of the objects that were read before."""
+
+    watch: Watch
 
 
 class _Place(NamedTuple):
@@ -713,6 +715,7 @@ class Watch:
     def __init__(self) -> None:
         self._terms: list[str] = []
         self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
+        self.arrays: list[tuple[Array, Array]] = []  # writable arrays, and copies of them
 
     def note(self, term: str, *values: Any) -> None:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
@@ -720,10 +723,19 @@ class Watch:
         self._values.update(zip(names, values))
         self._terms.append(term.format(*names))
 
+    def without_arrays(self) -> Watch:
+        """Return a watch that doesn't compare the contents of arrays, which may be large."""
+        watch = Watch()
+        watch._terms, watch._values = self._terms, self._values
+        return watch
+
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
         """A function that checks all conditions, generated as one expression for speed."""
-        return eval(f"lambda: {' and '.join(self._terms) or 'True'}", self._values)
+        places = range(len(self.arrays))
+        terms = [*self._terms, *[f"same_bits(array{k}, copy{k})" for k in places]]
+        arrays = {f"{name}{k}": x for k in places for name, x in zip(("array", "copy"), self.arrays[k])}
+        return eval(f"lambda: {' and '.join(terms) or 'True'}", self._values | arrays)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
@@ -740,7 +752,9 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
         reader.finish()
     except Unknown as error:
         text = ": ".join(filter(None, (reader.reading, str(error))))
-        raise Unknown(", ".join(filter(None, (text, reader.origin)))) from None
+        unknown = Unknown(", ".join(filter(None, (text, reader.origin))))
+        unknown.watch = reader.watch
+        raise unknown from None
     return reader.watch
 
 
@@ -808,7 +822,7 @@ class _WatchReader(FunctionReader):
 
     def array(self, value: np.ndarray) -> None:
         if is_writable(value):
-            self.watch.note("same_bits({0}, {1})", value, value.copy())
+            self.watch.arrays.append((value, value.copy()))
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if not isinstance(value, (tuple, frozenset, slice, partial)):

@@ -196,6 +196,7 @@ class Template:
     def __init__(self, parts: Parts, compiled: Callable[[Function, Sequence[int]], Any]):
         self.codes, self.build, self._compiled, self._keyed = parts.codes, parts.build, compiled, parts.compiled
         self.is_refused = False  # whether functions like this one aren't compiled
+        self.attempts: Any = None  # those of compiled functions whose numbers are constants
         self.made = self._made(parts.numbers, parts.traced)
 
     def _made(self, numbers: Sequence[Any], arguments: list[int]) -> _Compiled:

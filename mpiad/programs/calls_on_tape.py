@@ -47,7 +47,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
     simple = is_simple(tape, boxes)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
         key = "tangent", arguments.key
-        if key in cache.entries:
+        if cache.is_refused(key):
             return cache.interpreted(key, arguments)
         # Values in the function's closure may have tangents, too; an ensemble's arguments may have several ones at a time.
         has_lists = any(type(getattr(arguments.leaves[k]._node, "g", None)) is list for k in boxed)
@@ -66,7 +66,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
             return _noted(cache, key, arguments, boxed, failure)
     else:
         key = "program", tuple(boxed), arguments.key
-        if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or key in cache.entries:
+        if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or cache.is_refused(key):
             return cache.run(arguments)
         try:
             return _called_as_operation(cache, arguments, cache.program(arguments, boxed))

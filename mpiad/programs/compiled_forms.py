@@ -20,6 +20,7 @@ from mpiad.compiling.closure import HoldsTraced, may_communicate, survey
 from mpiad.compiling.program import place_of
 from mpiad.programs.alike_functions import Form, Parts, Template, Templates
 from mpiad.programs.function import Jitted
+from mpiad.programs.program_cache import Attempts
 from mpiad.pytrees import is_variable
 from mpiad.transport.world import level_of_repeats
 
@@ -47,7 +48,7 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
     key = calls_jitted, parts.key
     template = _templates.get(key)
     if template is None:
-        template = Template(parts, _compiled)
+        template = Template(parts, partial(_compiled, Attempts()))
         try:
             template.is_refused = not _is_compiled(template.made.fun, parts.snapshot[0][0], calls_jitted)
         except HoldsTraced:
@@ -56,8 +57,8 @@ def compiled_form(fun: Any, calls_jitted: bool) -> Form | None:
     return None if template.is_refused else template.form(parts.numbers)
 
 
-def _compiled(fun: Any, arguments: Sequence[int]) -> Jitted:
-    jitted = Jitted(fun)
+def _compiled(attempts: Attempts, fun: Any, arguments: Sequence[int]) -> Jitted:
+    jitted = Jitted(fun, attempts=attempts)
     jitted.rename(f"{jitted.__name__} at {place_of(unwrap(fun))}")
     jitted.limit(_MOST_OPERATIONS)
     return jitted

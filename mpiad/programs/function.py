@@ -30,6 +30,7 @@ from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import (
+    Attempts,
     Entry,
     FailedTrace,
     ProgramCache,
@@ -245,11 +246,13 @@ class Jitted(Generic[P, R]):
     True Jitted
     """
 
-    def __init__(self, fun: Callable[P, R], strict: bool = False, exact: bool = False):
+    def __init__(
+        self, fun: Callable[P, R], strict: bool = False, exact: bool = False, attempts: Attempts | None = None
+    ):  # fmt: skip
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        self._cache: ProgramCache = ProgramCache(fun, self.__name__, strict, exact)
+        self._cache: ProgramCache = ProgramCache(fun, self.__name__, strict, exact, attempts or Attempts())
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
@@ -303,18 +306,19 @@ class Jitted(Generic[P, R]):
         """Return the compiled function for functions like this one; None if a call may change what later calls read."""
         strict, exact = self.options
         key: Any = (strict, exact, parts.key)
-        template = _templates.get(key)
+        template, attempts = _templates.get(key), Attempts()
         if template is not None and template.made.arguments and template.made.jitted.is_interpreted:
             key = *key, *map(token, parts.numbers)  # numbers that can't be arguments are constants
-            template = _templates.get(key)
-        if template is None or template.made.jitted._cache.is_exhausted:
+            template, attempts = _templates.get(key), template.attempts
+        elif template is not None and template.made.jitted._cache.is_used_up:
+            template = None
+        if template is None:
 
             def compiled(fun: Function, arguments: Sequence[int]) -> Jitted:
-                made = Jitted(fun, strict and not arguments, exact)
-                made._cache.warned = bool(arguments)
-                return made
+                return Jitted(fun, strict and not arguments, exact, Attempts(warned=True) if arguments else attempts)
 
             template = Template(parts, compiled)
+            template.attempts = attempts
             try:
                 if survey(template.made.fun, ())[1] not in ("", PRINTS):
                     return None
@@ -396,7 +400,7 @@ class Jitted(Generic[P, R]):
         if form.jitted is not self:
             return form.jitted.program(*form.variables, *args, **kwargs)
         arguments = arguments_of(args, kwargs, self._cache.asked)
-        if arguments.key not in self._cache.entries:
+        if not self._cache.is_refused(arguments.key) and arguments.key not in self._cache.entries:
             self(*args, **kwargs)
         entry = self._cache.entries.get(arguments.key)
         if entry is None:
@@ -406,12 +410,12 @@ class Jitted(Generic[P, R]):
     @property
     def is_interpreted(self) -> bool:
         """Whether some call can't be compiled."""
-        return bool(self._cache.reasons)
+        return any(map(self._cache.is_refused, [*self._cache.reasons]))
 
     @property
     def refused(self) -> bool:
         """Whether some call can't be compiled, or only for fixed values of its integer arguments."""
-        return bool(self._cache.reasons or self._cache.asked)
+        return self.is_interpreted or bool(self._cache.asked)
 
     @property
     def is_compiled(self) -> bool:
@@ -459,8 +463,9 @@ class Jitted(Generic[P, R]):
         """
         made = self._derived.pop(key, None)
         if made is None:
-            made = Jitted(make(), self.strict and not optional, exact or self._cache.exact)
-            made._cache.warned, made.calls = optional or self._cache.warned, calls
+            attempts = Attempts(warned=optional or self._cache.attempts.warned)
+            made = Jitted(make(), self.strict and not optional, exact or self._cache.exact, attempts)
+            made.calls = calls
         self._derived[key] = made
         if len(self._derived) > _MOST_DERIVED:
             del self._derived[next(iter(self._derived))]

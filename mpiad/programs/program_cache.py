@@ -1,7 +1,7 @@
 """`ProgramCache`: the compiled programs of one function, by the signature of the arguments, and the reasons against them.
 
-A signature gets an entry at its first call. It is interpreted from then on if its entry is None. An entry is replaced if an
-object has changed that the function reads besides its arguments.
+A signature gets an entry at its first call. It is interpreted if its entry is None. An entry is replaced if an object has
+changed that the function reads besides its arguments.
 
 The first call traces the function, and runs the program. If the trace needs something that only a run can tell, the
 function is interpreted instead, and traced again with the notes of this run (see `interpretation`).
@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -250,17 +251,26 @@ def is_admitted(program: Entry | Recorded, arguments: Arguments) -> bool:
     return program.admits is None or program.admits([getval(arguments.leaves[k]) for k in arguments.traced])
 
 
+@dataclass
+class Attempts:
+    """The number of traces of functions that are alike, and whether a warning was logged that one isn't compiled."""
+
+    traces: int = 0
+    warned: bool = False
+
+
 class ProgramCache:
     """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled; `exact`: see `jit`."""
 
-    def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
-        self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
+    def __init__(self, fun: Function, name: str, strict: bool, exact: bool, attempts: Attempts):
+        self.fun, self.name, self.strict, self.exact, self.attempts = fun, name, strict, exact, attempts
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
+        # For a signature that is interpreted, the watch of what was read before the reason was found; none if it's final.
+        self._refusals: dict[Any, Watch] = {}
         self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
-        self.warned = self._changes_arguments = False
+        self._changes_arguments = False
         self.most_operations: int | None = None  # of programs; None for no limit
-        self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
         self.asking = ""  # the line at which the function has branched on one, or used it as an index of a plain array
@@ -273,7 +283,7 @@ class ProgramCache:
         None if the function must be interpreted. Failures, which occur once per signature, are passed to `interpreted`.
         `ways`: functions that trace; the later ones are tried if the earlier ones fail.
         """
-        entry = self.entries.get(key, UNKNOWN)
+        entry = None if self.is_refused(key) else self.entries.get(key, UNKNOWN)
         if entry is UNKNOWN or entry is not None and not entry.is_current():
             # If an earlier call waits for its reverse pass, this pass will compile the program.
             watch = None if key in self.pending else self._watch(key, arguments)
@@ -319,12 +329,28 @@ class ProgramCache:
     @property
     def is_exhausted(self) -> bool:
         """Whether the function isn't traced again."""
-        return self.traces >= MAX_TRACES
+        return self.attempts.traces >= MAX_TRACES
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the function isn't traced again, but was compiled for all calls: others that are alike may be."""
+        return self.is_exhausted and None not in self.entries.values()
+
+    def is_refused(self, key: Hashable) -> bool:
+        """Return whether calls with a signature are interpreted, and forget this if an object has changed that was read."""
+        if self.entries.get(key, UNKNOWN) is not None:
+            return False
+        watch = self._refusals.get(key)
+        if watch is None or self.is_exhausted or watch.is_the_same():
+            return True
+        for known in (self.entries, self.reasons, self._refusals):
+            known.pop(key, None)
+        return False
 
     def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
         watch = self._read(key, arguments, arguments.constants(), optional)
         exhausted = self.is_exhausted
-        self.traces += watch is not None
+        self.attempts.traces += watch is not None
         if watch is None or not exhausted:
             return watch
         reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
@@ -341,7 +367,9 @@ class ProgramCache:
         except HoldsTraced:  # other calls may be compiled
             return None
         except Unknown as error:
-            self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
+            self.attempts.traces += 1
+            reason = f"the objects that it reads besides its arguments can't be followed: {error}"
+            self.give_up(key, reason, optional, error.watch)
             return None
 
     def asks(self, arguments: Arguments, failure: FailedTrace) -> bool:
@@ -364,9 +392,16 @@ class ProgramCache:
         self.entries.pop(key, None)
         return Interpretation(change.log, counts)
 
-    def give_up(self, key: Hashable, error: BaseException | str, optional: bool = False) -> None:
-        """Interpret all later calls with a signature, without a warning or an error if the program is `optional`."""
+    def give_up(
+        self, key: Hashable, error: BaseException | str, optional: bool = False, watch: Watch | None = None
+    ) -> None:
+        """Interpret later calls with a signature, without a warning or an error if the program is `optional`.
+
+        `watch`: that of the objects on which the reason depends; None if it holds for all calls.
+        """
         self.entries[key] = None
+        if watch is not None:
+            self._refusals[key] = watch.without_arrays()
         if optional:
             return
         if isinstance(error, (str, Abandoned)):
@@ -383,8 +418,8 @@ class ProgramCache:
 
     def warn(self, text: str, reason: str) -> None:
         """Log a warning, the first time only."""
-        if not self.warned:
-            self.warned = True
+        if not self.attempts.warned:
+            self.attempts.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
     def run(self, arguments: Arguments) -> Tree:
@@ -434,7 +469,7 @@ class ProgramCache:
         if failure.is_raised_by_user:
             raise failure.error
         if not self.asks(arguments, failure):
-            self.give_up(key, failure.error, optional)
+            self.give_up(key, failure.error, optional, failure.watch)
 
     def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""

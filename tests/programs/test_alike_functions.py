@@ -14,6 +14,7 @@ import mpiad
 from mpiad.inverse import ShiftInvariantMap
 from mpiad.linalg import newton, solve
 from mpiad.programs import function, program_cache, recorder
+from mpiad.programs.compiled_forms import compiled_form
 from mpiad.timestepping import scan
 
 # Each rank computes by itself.
@@ -280,6 +281,130 @@ def test_many_shapes_of_a_function_that_is_jitted_again_are_compiled(monkeypatch
     for n in range(1, 12):
         jitted = mpiad.jit(objective)
         assert jitted(np.ones(n)) == pytest.approx(n * np.tanh(1) ** 2) and not jitted.is_interpreted
+
+
+def alternating(u, k, a):
+    u = u - 0.01 * a * anp.sin(u)
+    return u * (1 + a * anp.mean(u)) if k % 3 == 0 else u
+
+
+def deciding(u, a):
+    return a * u if u[0] > a else u + a
+
+
+def opening(u, a):
+    return a * u if open else u
+
+
+SINE = mpiad.jit(anp.sin)
+REFUSED = {
+    "limit of traces": lambda x, a: scan(mpiad.jit(alternating), x, 40, a),
+    "limit of traces, a closure": lambda x, a: scan(mpiad.jit(lambda u, k: alternating(u, k, a)), x, 40),
+    "limit of traces, a compiled step": lambda x, a: scan(lambda u, k: SINE(alternating(u, k, a)), x, 40),
+    "trace": lambda x, a: mpiad.jit(deciding)(x, a),
+    "trace, a closure": lambda x, a: mpiad.jit(lambda u: deciding(u, a))(x),
+    "reading": lambda x, a: mpiad.jit(opening)(x, a),
+    "reading, a closure": lambda x, a: mpiad.jit(lambda u: opening(u, a))(x),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_compiled_is_traced_and_warned_about_as_one_function(kind, traces, caplog):
+    """Values and derivatives with respect to the array and the number are those of complex steps."""
+    forget_programs()
+
+    def loss(x, a):
+        return anp.sum(REFUSED[kind](x, a) ** 2)
+
+    def expected(x, a):
+        if kind == "limit of traces, a compiled step":
+            for k in range(40):
+                x = np.sin(alternating(x, k, a))
+        elif "limit" in kind:
+            for k in range(40):
+                x = alternating(x, k, a)
+        else:
+            x = deciding(x, a) if "trace" in kind else opening(x, a)
+        return np.sum(x**2)
+
+    for k in range(44):
+        a, known = 0.1 + 0.001 * k, len(traces)
+        value, gradient = value_and_grad(partial(loss, a=a))(X)
+        assert loss(X, a) == pytest.approx(value, rel=1e-13) and value == pytest.approx(expected(X, a), rel=1e-12)
+        assert len(traces) == known or k < 40
+    steps = [expected(X + 1e-30j * row, a).imag / 1e-30 for row in np.eye(7)]
+    np.testing.assert_allclose(gradient, steps, rtol=1e-10, atol=1e-14)
+    assert len(caplog.records) == 1 and "isn't compiled" in caplog.text
+
+
+class Opening:
+    def __init__(self):
+        self.factor = 2.0 if open else 3.0
+
+    def scaled(self, x):
+        return self.factor * x
+
+
+class Deciding:
+    def scaled(self, x):
+        return x if x[0] > 0 else -x
+
+
+class Doubling:
+    factor = 2.0
+
+    def scaled(self, x):
+        return self.factor * x
+
+
+KIND = Doubling
+DERIVATIVES = {
+    "value": lambda fun: fun(X),
+    "gradient": lambda fun: value_and_grad(fun)(X)[1],
+    "product": lambda fun: mpiad.jvp(fun, X, np.ones(7))[1],
+    "second": lambda fun: hvp(fun)(X, np.ones(7)),
+}
+SQUARES = {"value": np.sum(4 * X**2), "gradient": 8 * X, "product": np.sum(8 * X), "second": np.full(7, 8.0)}
+
+
+@pytest.mark.parametrize("bad", [Opening, Deciding])
+@pytest.mark.parametrize("again", [False, True], ids=["one function", "defined again"])
+@pytest.mark.parametrize("of", DERIVATIVES)
+def test_a_reason_holds_for_the_objects_for_which_it_was_found(of, again, bad, traces, monkeypatch):
+    def made():
+        return mpiad.jit(lambda x: anp.sum(KIND().scaled(x) ** 2), strict=True)
+
+    jitted = made()
+    for _ in range(2):
+        for kind in (bad, Doubling):
+            monkeypatch.setitem(globals(), "KIND", kind)
+            jitted = made() if again else jitted
+            if kind is Doubling:
+                np.testing.assert_allclose(DERIVATIVES[of](jitted), SQUARES[of], rtol=1e-12)
+                known = len(traces)
+                DERIVATIVES[of](jitted)
+                assert len(traces) == known
+            elif of != "second":
+                with pytest.raises(TypeError, match="can't be compiled: .*(open|Deciding|decide|control)"):
+                    DERIVATIVES[of](jitted)
+
+
+def test_a_reason_for_the_step_of_a_loop_holds_for_its_objects(monkeypatch):
+    step = lambda u, k: SINE(KIND().scaled(u))  # noqa: E731
+    for kind in (Deciding, Doubling, Deciding, Doubling):
+        monkeypatch.setitem(globals(), "KIND", kind)
+        for _ in range(2):
+            np.testing.assert_allclose(scan(step, X, 8), run_of_sines(kind, X), rtol=1e-13)
+            gradient = value_and_grad(lambda x: anp.sum(scan(step, x, 8) ** 2))(X)[1]
+        steps = [np.sum(run_of_sines(kind, X + 1e-30j * row) ** 2).imag / 1e-30 for row in np.eye(7)]
+        np.testing.assert_allclose(gradient, steps, rtol=1e-11)
+        assert compiled_form(step, calls_jitted=True).jitted.is_compiled == (kind is Doubling)
+
+
+def run_of_sines(kind, u):
+    for _ in range(8):
+        u = np.sin(kind().scaled(u))
+    return u
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -495,7 +495,7 @@ def test_a_dict_that_stays_is_not_traced_again():
     jitted = mpiad.jit(lambda x: table["a"] * x + table["b"], strict=True)
     for k in range(3):
         np.testing.assert_array_equal(jitted(X * k), 2 * X * k + 3)
-    assert jitted._cache.traces == 1
+    assert jitted._cache.attempts.traces == 1
     table["b"] = 4.0
     np.testing.assert_array_equal(jitted(X), 2 * X + 4)
 

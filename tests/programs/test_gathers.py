@@ -104,7 +104,7 @@ def test_index_arrays_as_arguments(kinds):
         assert_same(mpiad.hvp(lambda x: outside(x, left, right))(X, Y), along)  # noqa: B023
         product = mpiad.make_hvp(mpiad.jit(lambda x: total(x, left, right)))(X).product  # noqa: B023
         assert_same(product(np.stack([X, Y]), batch=True)[1], along)
-    assert jitted._cache.traces == inside._cache.traces == second._cache.traces == 1
+    assert jitted._cache.attempts.traces == inside._cache.attempts.traces == second._cache.attempts.traces == 1
 
 
 @serial
@@ -113,7 +113,7 @@ def test_index_arrays_of_other_lengths_and_changed_in_place():
     jitted, left = mpiad.jit(divergence, strict=True), LEFT.copy()
     for n in (EDGES, 0, 11, EDGES, 1, 0, 11):
         assert_same(jitted(X, left[:n], NEGATIVE[:n] % NODES), divergence(X, left[:n], NEGATIVE[:n] % NODES))
-    assert jitted._cache.traces == 4
+    assert jitted._cache.attempts.traces == 4
     total = mpiad.jit(lambda x, left: anp.sum(x[left] ** 3), strict=True)
     pull, _ = mpiad.make_vjp(lambda x: total(x, left))(X)
     expected = 3 * X**2 * np.bincount(left, minlength=NODES)

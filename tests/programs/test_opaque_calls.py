@@ -136,7 +136,11 @@ def test_as_it_is_interpreted(fun, compiled, rank):
         value, change = tangent(x)
         assert abs(mpiad.mpi_bcast(change, ROOT) - along) < 1e-7 * abs(along)
     if compiled(rank):
-        assert (jitted._cache.traces, len(jitted._cache.entries), None in jitted._cache.entries.values()) == (2, 2, False)
+        assert (jitted._cache.attempts.traces, len(jitted._cache.entries), None in jitted._cache.entries.values()) == (
+            2,
+            2,
+            False,
+        )
 
 
 def test_a_solve_against_a_dense_one(rank):

@@ -24,9 +24,9 @@ class Jitted:
 
     def check(self, *args, **kwargs):
         """Call it, compare it, and return how often it was traced."""
-        before = self.jitted._cache.traces
+        before = self.jitted._cache.attempts.traces
         assert_same(self.jitted(*args, **kwargs), self.fun(*args, **kwargs))
-        return self.jitted._cache.traces - before
+        return self.jitted._cache.attempts.traces - before
 
 
 def test_a_trace_for_each_shape_dtype_and_form():
