@@ -43,7 +43,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -60,7 +60,7 @@ _UNREPEATABLE = frozenset(
 )
 _OF_DISTRIBUTIONS = frozenset({"rvs", "resample"})  # methods that draw, refused for the result of a call, too
 _NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN = (*_NUMBERS_AND_TEXTS, np.generic, CodeType, range, type(...), np.dtype)
+_PLAIN = (*_NUMBERS_AND_TEXTS, np.generic, CodeType, range, type(...), type(NotImplemented), np.dtype)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, slice, partial)
 _VALUES = (*_PLAIN, *_CONTAINERS, np.ndarray)  # read as a whole
 _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescriptorType)
@@ -95,14 +95,8 @@ class Unknown(Exception):
     watch: Watch
 
 
-class _Place(NamedTuple):
-    """An expression in the user's code."""
-
-    expression: str
-    fun: FunctionType | None = None  # in which it is; None for a member of a class
-
-    def __str__(self) -> str:
-        return " in ".join(filter(None, (self.expression, self.fun and self.fun.__qualname__)))
+# An expression in the user's code, as the function in which it is, None for a member of a class, and the names in it.
+_Place: TypeAlias = "tuple[FunctionType | None, tuple[str, ...]]"
 
 
 class FunctionReader:
@@ -120,15 +114,16 @@ class FunctionReader:
     @property
     def reading(self) -> str:
         """The expression in the user's code that is being read."""
-        return str(self.path[-1]) if self.path else ""
+        fun, names = self.path[-1] if self.path else (None, ())
+        return " in ".join(filter(None, (".".join(names), fun and fun.__qualname__)))
 
     @property
     def origin(self) -> str:
         """The line in the outermost function from which another function was reached that is being read."""
-        expression, fun = next((place for place in self.path if place.fun), _Place(""))
-        if fun is None or fun is self.path[-1].fun:
+        fun, names = next((place for place in self.path if place[0]), (None, ("",)))
+        if fun is None or fun is self.path[-1][0]:
             return ""
-        line = _line_of(fun.__code__, expression.rpartition(".")[2]) or fun.__code__.co_firstlineno
+        line = _line_of(fun.__code__, names[-1]) or fun.__code__.co_firstlineno
         return f"reached from {fun.__qualname__}, line {line}"
 
     # ---- what subclasses record
@@ -187,12 +182,12 @@ class FunctionReader:
             self.read(value)
             return
         outer = self.path
-        self.path = (*outer, _Place("", fun))
+        self.path = (*outer, (fun, ()))
         for attributes in _reads_of_first_argument(fun.__code__):
-            self.path = (*outer, _Place(".".join((fun.__code__.co_varnames[0], *attributes)), fun))
+            self.path = (*outer, (fun, (fun.__code__.co_varnames[0], *attributes)))
             self._chain(value, attributes)
         for attributes in _reads_of_super(fun.__code__):
-            self.path = (*outer, _Place(".".join(("super()", *attributes)), fun))
+            self.path = (*outer, (fun, ("super()", *attributes)))
             owner, name, *others = content_of(_cells(fun)["__class__"]), *attributes
             mro = type(value).__mro__
             if owner not in mro:
@@ -258,12 +253,12 @@ class FunctionReader:
         outer = self.path
         self._read_pending(_names(code))
         if any(parts := (value.__defaults__, value.__kwdefaults__, value.__dict__)):
-            self.path = (*outer, _Place("a default or an attribute", value))
+            self.path = (*outer, (value, ("a default or an attribute",)))
             for part in parts:
                 self.read(part)
             self.path = outer
         for is_global, name, attributes in _reads(code):
-            self.path = (*outer, _Place(".".join((name, *attributes)), value))
+            self.path = (*outer, (value, (name, *attributes)))
             if not is_global:
                 found = content_of(cells[name])
                 self.variable(cells[name], found)
@@ -324,7 +319,7 @@ class FunctionReader:
             generated |= _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else frozenset()
             for name, member in vars(base).items():
                 if name not in generated:
-                    self.path = (*outer, _Place(f"{base.__qualname__}.{name}"))
+                    self.path = (*outer, (None, (base.__qualname__, name)))
                     self.read(name)
                     is_optional = not asks and name[:2] != "__" and hasattr(type(member), "__get__")
                     if is_optional and not self._are_all_read and name not in self._occurring:
@@ -835,7 +830,7 @@ class _WatchReader(FunctionReader):
             self._without_attributes.append(value)
         for name in attributes_of_results(value.__code__):
             if name not in self._names:
-                self._names[name] = (*self.path, _Place(name, value))
+                self._names[name] = (*self.path, (value, (name,)))
 
     def variable(self, cell: CellType, value: object) -> None:
         if value is MISSING:
@@ -935,7 +930,7 @@ class _Survey(_WatchReader):
         super().method(value)
 
     def function_of_class(self, value: FunctionType) -> None:
-        if self.path[-1].fun in self._methods:  # of the same object
+        if self.path[-1][0] in self._methods:  # of the same object
             self._methods.add(value)
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:

@@ -251,6 +251,7 @@ class Level(enum.IntEnum):
     [
         range(2),
         ...,
+        NotImplemented,
         np.dtype(float),
         slice(0, 2),
         frozenset({1}),
