@@ -73,6 +73,8 @@ _BY_NAME = frozenset(
     """getattr hasattr setattr delattr vars dir attrgetter methodcaller format format_map __dict__
     __getattribute__ MATCH_CLASS""".split()
 )
+# Methods of users' classes that this library's functions call.
+_OF_PROTOCOLS = frozenset({"initial", "draw", "log_prob", "forward", "inverse", "setup", "update"})
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__ __repr__
@@ -107,7 +109,7 @@ class FunctionReader:
     def __init__(self) -> None:
         self.path: tuple[_Place, ...] = ()  # the expression that is being read, after those from which it was reached
         # The names in the code, and the methods and properties of classes whose names haven't occurred, with their paths.
-        self._occurring: set[str] = set()
+        self._occurring = set(_OF_PROTOCOLS)
         self._are_all_read = False  # whether code may read attributes whose names it doesn't contain
         self._pending: dict[str, list[tuple[tuple[_Place, ...], Any]]] = {}
 

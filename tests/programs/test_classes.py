@@ -487,3 +487,19 @@ def test_methods_whose_names_occur_are_followed(fun: Callable) -> None:
         watch_of(fun)
     with pytest.raises(TypeError, match="can't be compiled"):
         mpiad.jit(fun, strict=True)(np.arange(6.0))
+
+
+class Gauss:
+    def __init__(self, mean: Any) -> None:
+        self.mean = mean
+
+    def log_prob(self, theta: Any) -> Any:
+        return -FACTOR * anp.sum((theta - self.mean) ** 2)
+
+
+def test_methods_that_the_library_calls_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions such as those of `mpiad.vi` call `log_prob`, whose name doesn't occur in the code."""
+    watch = watch_of(lambda x: anp.shape(Gauss(x)))
+    assert watch.is_the_same()
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
+    assert not watch.is_the_same()
