@@ -256,7 +256,7 @@ class Jitted(Generic[P, R]):
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
-        self._estimate = 0  # see `estimated`
+        self._estimate: int | None = None  # see `estimated`
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.
@@ -442,8 +442,9 @@ class Jitted(Generic[P, R]):
 
     def estimated(self, args: Callable[[], tuple]) -> int:
         """Return `operations` at the first call, or an estimate by a trace for these arguments; 0 if that fails."""
-        self._estimate = self._estimate or self.operations or self._traced_operations(args())
-        return 0 if self.refused else self._estimate
+        if self._estimate is None:
+            self._estimate = self.operations or (0 if self._cache.is_exhausted else self._traced_operations(args()))
+        return 0 if self.refused else self._estimate or self.operations
 
     def _traced_operations(self, args: tuple) -> int:
         recorder = Recorder(self._cache.exact, most=self._cache.most_operations)
