@@ -313,6 +313,7 @@ def _rate(derivative: float, remainders: list[float], values: list[float], line:
         raise GradientError(
             f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a correct "
             f"derivative gives {order + 1}. Remainders for successively halved steps: {listed}. If J has a kink or a jump "
-            "within these steps, as where a label or a sign changes, pass a smaller step=, such as 1e-3."
+            "within these steps, as where a label or a sign changes, pass a smaller step=, such as 1e-3; if it has kinks "
+            "everywhere, as with limiters, also order=1."
         )
     return rate
