@@ -79,12 +79,16 @@ class _Trees:
         terms_of_irregular = {x for i in self._sums if i in irregular for _, x in self._terms(i)}
         booleans, sizes = list[bool](), list[int]()
         for i, (operation, arguments, value) in enumerate(program.instructions):
+            size, depth = int(bool(arguments)), 0
+            for x in arguments:
+                size += 0 if x in self.roots else sizes[x]
+                depth = max(depth, self.depths[x])
             boolean = OPERATIONS[operation].boolean if arguments else isinstance(value, bool)
             booleans.append(boolean or (operation == "where" and booleans[arguments[1]]))
-            sizes.append(sum(sizes[x] for x in arguments if x not in self.roots) + bool(arguments))
-            self.depths.append(max((self.depths[x] for x in arguments), default=0))
+            sizes.append(size)
+            self.depths.append(depth)
             separate = uses[i] != 1 or i in returned or i in self._sums or i in terms_of_irregular
-            if arguments and (separate or sizes[i] > _LARGEST_TREE) and i not in inside and not booleans[i]:
+            if arguments and (separate or size > _LARGEST_TREE) and i not in inside and not booleans[i]:
                 self.roots[i] = None
                 self.depths[i] += 1
         # Booleans aren't stored but computed in each tree that uses them, even those of a long chain of conditions.

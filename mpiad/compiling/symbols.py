@@ -240,13 +240,16 @@ class Symbol:
 
     def call(self, operation: str, *others: Any) -> Symbol:
         """Return the value of an operation with this symbol as its first argument."""
-        arguments = [self, *(self.symbol_of(other) for other in others)]
-        arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
-        if any(x.is_complex for x in arguments):
+        builder, arguments = self.builder, [self, *map(self.symbol_of, others)]
+        if operation.startswith("logical"):
+            arguments = [x.truth() for x in arguments]
+        else:
+            arguments = [x.as_number() if builder.is_boolean(x.number) else x for x in arguments]
+        if any(builder.parts(x.number) for x in arguments):
             if operation not in _RULES:
-                self.builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
+                builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
             return _RULES[operation](*arguments)
-        return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
+        return Symbol(builder, builder.call(operation, *[x.number for x in arguments]))
 
     def symbol_of(self, other: object) -> Symbol:
         """Return a number as a symbol of the same program, and a symbol unchanged."""

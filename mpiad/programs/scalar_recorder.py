@@ -127,8 +127,8 @@ class ScalarRecorder:
         rule = _RULES.get(fun) or rule_of(fun)
         if rule is None and fun not in _ON_ENTRIES:
             self.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
-        args, kwargs = mapped(tuple(args), self.traced), mapped(kwargs, self.traced)
-        made = fun(*plain(args), **plain(kwargs))
+        args, kwargs = mapped(tuple(args), self.traced), kwargs and mapped(kwargs, self.traced)
+        made = fun(*plain(args), **(kwargs and plain(kwargs)))
         if rule is None:
             if fun in _COMBINING and made.dtype == bool:
                 self.refuse(f"it calls {name} with booleans, whose sum is True or False: write np.any(x & y)")
