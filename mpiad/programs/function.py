@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -23,6 +23,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Function
 from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey
+from mpiad.compiling.source import indented
 from mpiad.primitives.operation import suspended
 from mpiad.programs.alike_functions import CHANGED, Form, Parts, Template, Templates, is_unchanged, token
 from mpiad.programs.array_program import operation_of
@@ -103,9 +104,9 @@ class Listing:
         return f"program of {self._name}\n{self.operations}\n\n{self.loops}"
 
 
-# Fast calls, for positional arguments that are arrays and floats.
+# Fast calls, for positional arguments that are arrays and floats, or tuples, lists and dicts of them.
 #
-# A small program takes a few µs, as long as `Jitted.__call__` takes to select it. Therefore a function is generated for a
+# A small program takes a few µs, less than `Jitted.__call__` takes to select it. Therefore a function is generated for a
 # signature: it checks that the arguments have this signature and that the program is valid, and runs the program. It
 # returns `MISSED` if `Jitted.__call__` must handle the call: for other arguments, after a change of the closure, if all
 # replays are in use, or if calls are recorded or watched.
@@ -115,9 +116,10 @@ _PLAIN = (np.ndarray, float, np.float64, int)
 
 def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any] | None:
     """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `outputs`: the program's."""
-    if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
-        return None
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
+    lines, leaves = list[str](), list[str]()
+    if FAULT_TOLERANT or entry.may_change or not _unpack(args, "args", lines, leaves, names) or not leaves:
+        return None
     names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
     names |= {
         "admits": entry.admits,
@@ -127,24 +129,12 @@ def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any]
         "channels": entry.channels,
     }
     others = []
-    for k, x in enumerate(args):
-        names[f"t{k}"] = type(x)
-        others.append(f"type(a{k}) is not t{k}")
-        if type(x) is int:
-            others.append(f"not {-MOST} < a{k} < {MOST}")
-        if type(x) is np.ndarray:
-            names[f"d{k}"] = x.dtype
-            others.append(f"a{k}.dtype is not d{k} or a{k}.shape != {x.shape}")
     for k, (channel, _) in enumerate(entry.channels):
         names[f"c{k}"] = channel
-        others.append(f"c{k}.fault")
-    given = ", ".join(f"a{k}" for k in range(len(args)))
+        others.append(f"c{k}.fault or ")
+    given = ", ".join(leaves)
     text = f"""
-def call(args):
-    if len(args) != {len(args)}:
-        return missed
-    {given}, = args
-    if {" or ".join(others)} or is_noting() or is_watched() or not same(){" or not admits(args)" if entry.admits else ""}:
+    if {"".join(others)}is_noting() or is_watched() or not same(){f" or not admits(({given},))" if entry.admits else ""}:
         return missed
     try:
         replay = free.pop()
@@ -156,18 +146,56 @@ def call(args):
     free.append(replay)
     return {_result(entry, outputs)}
 """
+    text = "\n".join(["def call(args):", *indented(lines)]) + text
     exec(compile(text, str(Path(__file__).with_name("<call>")), "exec"), names)
     return names["call"]
+
+
+def _unpack(tree: Any, name: str, lines: list[str], leaves: list[str], names: dict[str, Any]) -> bool:
+    """Append lines that assign the leaves of a pytree to names, or leave the call; return whether that is possible."""
+    kind = type(tree)
+    tests = [f"type({name}) is not {kind.__name__}"]
+    if kind in _PLAIN:
+        leaves.append(name)
+        names[kind.__name__] = kind
+        if kind is int:
+            tests.append(f"not {-MOST} < {name} < {MOST}")
+        if kind is np.ndarray:
+            names[f"dtype_{name}"] = tree.dtype
+            tests.append(f"{name}.dtype is not dtype_{name} or {name}.shape != {tree.shape}")
+        lines.append(f"if {' or '.join(tests)}: return missed")
+        return True
+    parts = [f"{name}_{k}" for k in range(len(tree))] if kind in (tuple, list, dict) else []
+    if kind is dict and all(type(key) is str for key in tree):
+        lines.append(f"if {tests[0]} or tuple({name}) != {tuple(tree)!r}: return missed")
+        lines += [f"{part}, = {name}.values()" for part in [", ".join(parts)] if part]
+        # The leaves of a dict are sorted by key.
+        return all(_unpack(tree[key], part, lines, leaves, names) for key, part in sorted(zip(tree, parts)))
+    if kind is tuple or kind is list:
+        lines.append(f"if {tests[0]} or len({name}) != {len(tree)}: return missed")
+        lines += [f"{part}, = {name}" for part in [", ".join(parts)] if part]
+        return all(_unpack(part, inner, lines, leaves, names) for part, inner in zip(tree, parts))
+    return False
 
 
 def _result(entry: Entry, outputs: Any) -> str:
     """Return the expression of the function's result in terms of the program's outputs."""
     if not all(entry.inside):
         return "build(leaves(made))"
-    if isinstance(outputs, (np.ndarray, np.generic)):
-        return "made[0]"
-    is_flat = type(outputs) in (tuple, list) and all(isinstance(x, (np.ndarray, np.generic)) for x in outputs)
-    return f"{type(outputs).__name__}(made)" if is_flat else "build(made)"
+    return _display(outputs, iter(range(len(entry.inside)))) or "build(made)"
+
+
+def _display(tree: Any, places: Iterator[int]) -> str:
+    """Return the expression of a pytree of outputs, "" if it has other parts than tuples, lists and dicts."""
+    if isinstance(tree, (np.ndarray, np.generic)):
+        return f"made[{next(places)}]"
+    if type(tree) is dict and all(type(key) is str for key in tree):
+        found = {key: _display(tree[key], places) for key in sorted(tree)}
+        return f"{{{', '.join(f'{key!r}: {found[key]}' for key in tree)}}}" if all(found.values()) else ""
+    parts = [_display(part, places) for part in tree] if type(tree) in (tuple, list) else [""]
+    if not all(parts):
+        return ""
+    return f"[{', '.join(parts)}]" if type(tree) is list else f"({', '.join(parts)},)" if parts else "()"
 
 
 P = ParamSpec("P")

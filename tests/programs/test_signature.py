@@ -266,3 +266,36 @@ def test_a_flattened_copy_has_memory_of_its_own():
     for _ in range(3):
         y, z = fun(np.ones(2))
         np.testing.assert_array_equal([y, z], [[1.0, 1.0], [4.0, 1.0]])
+
+
+def turned(state, a):
+    return {"v": state["v"][0] - a * state["u"], "u": [state["u"] + a * state["v"][0], ()], "a": (state["v"][1],)}
+
+
+@pytest.mark.parametrize("fun, args, others", [
+    (lambda s, a: (s[0] + a * s[1], s[1] - a * s[0]), ((X, 2 * X), 0.5), [
+        ([X, 2 * X], 0.5), ((X, 2 * X, X), 0.5), ((X[:3], X[:3]), 0.5), ((X, 2.0), 0.5), ((X, X.astype(np.float32)), 0.5),
+        ((X, 2 * X), 1), ((2 * X, X), np.float64(0.5)),
+    ]),
+    (turned, ({"v": (X, 1.0), "u": 3 * X}, 2.0), [
+        ({"u": 3 * X, "v": (X, 1.0)}, 2.0), ({"v": [X, 1.0], "u": 3 * X}, 2.0), ({"v": (X, 1.0), "u": 3 * X, "w": X}, 2.0),
+        ({"v": (X, np.float64(1.0)), "u": X}, 2.0),
+    ]),
+    (lambda s: [s[1], {"b": s[0], "a": -s[0]}, s[2][0][0]], ([X, 2 * X, [[X]]],), [((X, X, [[X]]),), ([X, X, [(X,)]],)]),
+    (lambda s, t: s.u + t[0] if len(t) else s.u, (namedtuple("S", "u")(X), (X,)), [(namedtuple("S", "u")(X), ())]),
+])  # fmt: skip
+def test_calls_with_nested_arguments(fun, args, others, monkeypatch):
+    """Those of a known signature don't flatten the arguments; others are noticed, in whichever order they come."""
+    jitted, flattened = mpiad.jit(fun, strict=True), []
+    plain = mpiad.programs.function.arguments_of
+    monkeypatch.setattr(mpiad.programs.function, "arguments_of", lambda *given: (flattened.append(1), plain(*given))[1])
+    for given in (args, *others, args, *others[::-1]):
+        assert_same(jitted(*given), fun(*given))
+    del flattened[:]
+    for k in range(3):
+        given = mpiad.pytrees.map_leaves(lambda x, k=k: x * (k + 1.5), args)
+        found, expected = jitted(*given), fun(*given)
+        assert_same(found, expected)
+        assert not isinstance(expected, dict) or list(found) == list(expected)
+    # A named tuple isn't a tuple.
+    assert len(flattened) <= 1 or isinstance(args[0], tuple) and hasattr(args[0], "_fields")
