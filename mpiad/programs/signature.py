@@ -60,8 +60,11 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     """Flatten a call's arguments; `asked`: integers on which the function branches, as pairs (form, leaf's position)."""
     if not kwargs and _ARRAYS_AND_NUMBERS.issuperset(map(type, args)):  # the most common case
         leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
+    elif not kwargs:
+        (leaves, build_args), form = flatten(args), form_of(args)
+        build = lambda new: (build_args(new), {})  # noqa: E731
     else:
-        (leaves, build), form = flatten((args, kwargs)), form_of((args, kwargs))
+        (leaves, build), form = flatten((args, kwargs)), ("keywords", form_of((args, kwargs)))
     traced: list[int] = []
     key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
@@ -85,6 +88,6 @@ def form_of(tree: Tree) -> Hashable:
     if isinstance(tree, dict):
         return type(tree), tuple(tree), tuple([form_of(part) for part in tree.values()])
     if isinstance(tree, (list, tuple)):
-        return type(tree), tuple([form_of(part) for part in tree])
+        return type(tree), tuple([None if type(part) in LEAF_TYPES else form_of(part) for part in tree])
     fields = FIELDS.get(type(tree))
     return fields and (type(tree), tuple([form_of(getattr(tree, name)) for name in fields]))
