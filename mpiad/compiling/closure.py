@@ -4,9 +4,10 @@ These are the function's defaults, the global variables and variables of enclosi
 recursively the objects that the functions among them read. The reader follows only those attributes of the user's modules
 and objects that the code names, such as `rate` in `settings.rate`. Since the function may create objects of a class that it
 reads, the reader follows the values in the class, its special methods, and the methods and properties whose names occur in
-any code that it follows, or all of them if code may compute such a name, as for `getattr`. Some libraries are assumed to be
-constant. A function can't be followed if it reads anything else, such as an iterator, random numbers, or, of an object that
-it hasn't created, a property or the object itself as another function's argument.
+any code that it follows, or all of them if code may compute such a name, as for `getattr`. So it does for the classes of
+values, such as a named tuple, a member of an enumeration or a subclass of list. Some libraries are assumed to be constant.
+A function can't be followed if it reads anything else, such as an iterator, random numbers, or, of an object that it hasn't
+created, a property or the object itself as another function's argument.
 
 Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` records
 conditions under which the objects are unchanged. A `Watch` checks them at each call of a compiled function, whose program
@@ -20,10 +21,11 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import operator
 import re
 import sys
-from abc import ABCMeta
-from collections import Counter, deque, namedtuple
+from abc import ABCMeta, get_cache_token
+from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
@@ -71,18 +73,20 @@ _COMPUTED = "neither a stored value nor a method written in Python"
 # What reads attributes whose names the code doesn't contain.
 _BY_NAME = frozenset(
     """getattr hasattr setattr delattr vars dir attrgetter methodcaller format format_map __dict__
-    __getattribute__ MATCH_CLASS""".split()
+    __getattribute__ MATCH_CLASS asdict astuple""".split()
 )
-# Methods of users' classes that this library's functions call.
-_OF_PROTOCOLS = frozenset({"initial", "draw", "log_prob", "forward", "inverse", "setup", "update"})
+# Methods of users' classes that this library's functions call, and Python itself for `**`.
+_OF_PROTOCOLS = frozenset({"initial", "draw", "log_prob", "forward", "inverse", "setup", "update", "keys"})
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
-    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__ __repr__
+    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__
     __annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ __slots__ __firstlineno__
     __static_attributes__ __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__""".split()
 )
 _OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defaults __getnewargs__ __replace__".split())
 _METACLASSES, EnumType = (type, ABCMeta), type(Enum)
+_STATIC, _CLASS, _CACHED = staticmethod.__get__, classmethod.__get__, cached_property.__get__
+_PROPERTIES = {kind.__get__ for kind in (property, DynamicClassAttribute, type(vars(Enum)["name"]))}
 _OF_ENUMS = _OF_CLASSES | vars(IntEnum("_", ())).keys()
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
 
@@ -104,7 +108,9 @@ _Place: TypeAlias = "tuple[FunctionType | None, tuple[str, ...]]"
 class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
-    constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections", "copy", "dataclasses"})
+    constant_modules = frozenset(
+        {"numpy", "autograd", "math", "cmath", "builtins", "collections", "copy", "dataclasses", "reprlib"}
+    )
 
     def __init__(self) -> None:
         self.path: tuple[_Place, ...] = ()  # the expression that is being read, after those from which it was reached
@@ -112,6 +118,7 @@ class FunctionReader:
         self._occurring = set(_OF_PROTOCOLS)
         self._are_all_read = False  # whether code may read attributes whose names it doesn't contain
         self._pending: dict[str, list[tuple[tuple[_Place, ...], Any]]] = {}
+        self._kinds: set[type] = {partial}  # classes of values that were read, and the one of a constant library
 
     @property
     def reading(self) -> str:
@@ -158,6 +165,9 @@ class FunctionReader:
     def kind(self, value: object) -> None:
         """Record the class of an object in which attributes are looked up."""
 
+    def bases(self, value: type) -> None:
+        """Record the base classes of a class."""
+
     def slot(self, value: object, name: str, part: object) -> None:
         """Record an attribute in a slot of an object; the attribute is read afterwards."""
 
@@ -170,12 +180,20 @@ class FunctionReader:
             return
         if self.is_known(value):
             return
-        if type(value) in _FUNCTIONS and _is_in(str(getattr(value, "__module__", "")), self.constant_modules):
+        module = "numpy" if isinstance(value, np.ufunc) else str(getattr(value, "__module__", ""))
+        if type(value) in _FUNCTIONS and _is_in(module, self.constant_modules):
             _require_repeatable(getattr(value, "__name__", ""))
+            self._read_pending((getattr(value, "__name__", ""),))  # for example np.mean calls a method `mean`
         path, read = self.path, _reader_for(type(value))
-        self.other(value) if read is None else read(self, value)
-        if isinstance(value, _VALUES):
+        try:
+            self.other(value) if read is None else read(self, value)
+        except RecursionError:
+            raise Unknown("there are too many levels of functions or containers") from None
+        if isinstance(value, _VALUES) and not isinstance(value, Enum):
             self.read_state(value)  # attributes of an instance of a user's subclass
+        if isinstance(value, (*_VALUES, Enum)) and type(value) not in self._kinds and not self.is_constant(value):
+            self._kinds.add(type(value))
+            self.read(type(value))
         self.path = path
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:
@@ -190,6 +208,7 @@ class FunctionReader:
             self._chain(value, attributes)
         for attributes in _reads_of_super(fun.__code__):
             self.path = (*outer, (fun, ("super()", *attributes)))
+            self.kind(value)
             owner, name, *others = content_of(_cells(fun)["__class__"]), *attributes
             mro = type(value).__mro__
             if owner not in mro:
@@ -199,7 +218,9 @@ class FunctionReader:
 
     def read_held(self, value: object) -> None:
         """Record an object found in a function or object of a library, if it may come from the user."""
-        if isinstance(value, (FunctionType, MethodType, np.ndarray, *_CONTAINERS)) or self._wrapped(value) is not None:
+        kinds = FunctionType, MethodType, np.ndarray, *_CONTAINERS
+        is_users = callable(value) and not self.is_constant(value)
+        if isinstance(value, kinds) or is_users or self._wrapped(value) is not None:
             self.read(value)
 
     def read_state(self, value: object) -> None:
@@ -219,8 +240,6 @@ class FunctionReader:
         wrapped = self._wrapped(value)
         if wrapped is not None:
             self.read(wrapped)
-        elif isinstance(value, Enum):
-            self.constant(value)
         elif hasattr(type(value), "__next__"):
             raise Unknown(f"an iterator, {type(value).__name__}")
         elif not self.is_constant(value) or type(value).__module__ == "builtins" and type(value) is not object:
@@ -228,6 +247,13 @@ class FunctionReader:
         else:
             self._read_pending((type(value).__name__,))
             self.library_object(value)
+
+    def _enum(self, value: Enum) -> None:
+        self.constant(value)
+        for name, part in vars(value).items():
+            if name not in ("_name_", "_sort_order_", "__objclass__"):
+                self.slot(value, name, part)
+                self.read(part)
 
     def _array(self, value: np.ndarray) -> None:
         if value.dtype.hasobject:
@@ -305,11 +331,14 @@ class FunctionReader:
         """Record a class of which a function may create objects: the members that may be read."""
         self.constant(value)
         self._read_pending((value.__name__,))
-        if self.is_constant(value) or issubclass(value, BaseException):
+        if self.is_constant(value):
             return
+        self.bases(value)
         if type(value) not in (*_METACLASSES, EnumType):
             raise Unknown(f"class {value.__name__}, which has a metaclass")
         outer = self.path
+        for member in value.__members__.values() if isinstance(value, EnumType) else ():
+            self.read(member)
         # Libraries may read members of their own subclasses, and of callable objects, such as `transpose` of an operator.
         modules = [base.__module__ for base in value.__mro__ if self.is_constant(base) or isinstance(base, EnumType)]
         asks = modules.count("builtins") < len(modules) or any("__call__" in vars(base) for base in value.__mro__)
@@ -330,12 +359,13 @@ class FunctionReader:
                         self._member(member)
 
     def _member(self, value: Any) -> None:
-        if isinstance(value, (property, DynamicClassAttribute)):
-            for fun in filter(None, (value.fget, value.fset)):
+        getter = getattr(type(value), "__get__", None)
+        if getter in _PROPERTIES:
+            for fun in filter(None, (value.fget, value.fset, value.fdel)):
                 self.method(fun)
-        elif isinstance(value, (staticmethod, classmethod, FunctionType)):
+        elif getter in (_STATIC, _CLASS) or isinstance(value, FunctionType):
             self.method(getattr(value, "__func__", value))
-        elif isinstance(value, cached_property):
+        elif getter is _CACHED:
             self.method(value.func)
         elif not isinstance(value, _DESCRIPTORS):
             self.read(value)
@@ -377,6 +407,7 @@ class FunctionReader:
                 return getattr(value, name)
             raise Unknown(_COMPUTED)
         if kind in _METACLASSES:
+            self.bases(value)
             own, bases = {}, value.__mro__
         elif kind.__getattribute__ in _STANDARD_LOOKUPS:
             self.kind(value)
@@ -390,16 +421,17 @@ class FunctionReader:
         common = next((base.__dict__[name] for base in bases if name in base.__dict__), MISSING)
         method = self._wrapped(common) or common
         is_missing = common is MISSING and name not in own
-        if isinstance(common, staticmethod):
+        getter = getattr(type(common), "__get__", None)
+        if isinstance(common, staticmethod) and getter is _STATIC:
             common = common.__func__
-        elif isinstance(common, classmethod):
+        elif isinstance(common, classmethod) and getter is _CLASS:
             common = MethodType(common.__func__, value if isinstance(value, type) else type(value))
         elif isinstance(method, FunctionType):
             if isinstance(value, type):
                 self.function_of_class(method)  # Python returns the function itself
             else:
                 common = MethodType(method, value)
-        elif hasattr(type(common), "__get__") or is_missing and _is_computed(type(value), name, own):
+        elif getter or is_missing and _is_computed(type(value), name, own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
                 return _UNFOLLOWED  # an attribute of the built-in base class, or an item of a dictionary
             raise Unknown(_COMPUTED)
@@ -428,6 +460,7 @@ class FunctionReader:
 
 
 _READERS: tuple[tuple[Any, Any], ...] = (
+    (Enum, FunctionReader._enum),
     (np.ndarray, FunctionReader._array),
     (_CONTAINERS, FunctionReader._container),
     (FunctionType, FunctionReader._function),
@@ -462,7 +495,7 @@ def _is_computed(kind: type, name: str, own: Mapping[str, Any]) -> bool:
 
 
 def _require_repeatable(name: str) -> None:
-    if name in _UNREPEATABLE:
+    if name in _UNREPEATABLE or name.endswith(" (vectorized)"):  # of a user's function, by `np.frompyfunc`
         raise Unknown(f"{name}, whose result may differ in the next call")
 
 
@@ -472,8 +505,8 @@ def _cells(fun: FunctionType) -> dict[str, CellType]:
 
 @lru_cache(maxsize=256)
 def _slots_of(kind: type) -> list[str]:
-    """Return the names of the slots of a class written in Python."""
-    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    """Return the names of the slots of a class written in Python, and of a `defaultdict`."""
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
     return [name for members in classes for name, x in members.items() if isinstance(x, MemberDescriptorType)]
 
 
@@ -484,7 +517,7 @@ def parts_of(container: Any) -> list[Any]:
     if isinstance(container, slice):
         return [container.start, container.stop, container.step]
     if isinstance(container, (dict, MappingProxyType)):
-        return [part for pair in container.items() for part in pair]
+        return [*container, *container.values()]
     return list(container)
 
 
@@ -798,6 +831,7 @@ class _WatchReader(FunctionReader):
     def finish(self) -> None:
         """Add conditions that depend on all code; refuse functions that may draw, or use a communicator by another name."""
         self._refuse(_OF_DISTRIBUTIONS, "random numbers")
+        self._refuse({"__subclasses__", "__globals__"}, "the code doesn't name the objects that it reads")
         self._refuse(self._communicating - _OF_COMMUNICATORS, "calls of mpi4py aren't compiled")
         for fun in self._without_attributes if self._asks_for_attributes else []:
             self.watch.note("not {0}.__dict__", fun)
@@ -874,6 +908,14 @@ class _WatchReader(FunctionReader):
         if (id(value), "") not in self._noted:
             self._noted.add((id(value), ""))
             self.watch.note("type({0}) is {1}", value, type(value))
+        self.bases(type(value))
+
+    def bases(self, value: type) -> None:
+        if (id(value), "") not in self._noted:
+            self._noted.add((id(value), ""))
+            self.watch.note("{0}.__mro__ is {1}", value, value.__mro__)
+            if type(value) is ABCMeta:  # changes if a class is registered as a subclass
+                self.watch.note("{0}() == {1}", get_cache_token, get_cache_token())
 
     def slot(self, value: object, name: str, part: object) -> None:
         self.watch.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", value, part)
@@ -969,4 +1011,4 @@ def _is_communicator(value: object) -> bool:
 
 def _same_parts(container: Any, parts: list[Any]) -> bool:
     found = parts_of(container)
-    return len(found) == len(parts) and all(a is b for a, b in zip(found, parts))
+    return len(found) == len(parts) and all(map(operator.is_, found, parts))

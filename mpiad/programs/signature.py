@@ -30,8 +30,8 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def constants(self) -> list[Any]:
-        """Return the leaves that are constants of a trace."""
-        return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
+        """Return what is constant in a trace: leaves, and the classes of containers, which may have methods."""
+        return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced] + _classes_in(self.form)
 
     def values(self) -> list[Any]:
         """Return the leaves without autograd's boxes."""
@@ -73,7 +73,8 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
             key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
             continue
         integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < MOST
-        if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
+        is_plain = type(leaf).__module__ in ("builtins", "numpy")  # a user's subclass may have methods
+        if is_plain and (isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked):
             traced.append(place)
             key.append(type(leaf))
         else:
@@ -91,3 +92,10 @@ def form_of(tree: Tree) -> Hashable:
         return type(tree), tuple([None if type(part) in LEAF_TYPES else form_of(part) for part in tree])
     fields = FIELDS.get(type(tree))
     return fields and (type(tree), tuple([form_of(getattr(tree, name)) for name in fields]))
+
+
+def _classes_in(form: Hashable) -> list[type]:
+    """Return the users' classes in the structure of a pytree."""
+    if isinstance(form, type):
+        return [] if form in (dict, list, tuple) else [form]
+    return [kind for part in form for kind in _classes_in(part)] if isinstance(form, tuple) else []
