@@ -348,15 +348,14 @@ class ProgramCache:
         return False
 
     def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
-        watch = self._read(key, arguments, arguments.constants(), optional)
-        exhausted = self.is_exhausted
-        self.attempts.traces += watch is not None
-        if watch is None or not exhausted:
+        if not self.is_exhausted:
+            watch = self._read(key, arguments, arguments.constants(), optional)
+            self.attempts.traces += watch is not None
             return watch
         reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
         if self.asking:
             reason += f". {self.asking} branches on an integer, or indexes by it an array that should be an argument"
-        self.give_up(key, reason, optional)
+        self.give_up(None, reason, optional)  # for all signatures, whose number may grow with each call
         return None
 
     def _read(

@@ -9,6 +9,8 @@ import pytest
 from jitted import assert_same
 
 import mpiad
+from mpiad.compiling.closure import watch_of
+from mpiad.programs import program_cache
 
 pytestmark = pytest.mark.serial
 
@@ -160,6 +162,21 @@ def test_at_most_so_many_traces(caplog):
     assert "traced 32 times" in record.getMessage()
     assert sum(entry is not None for entry in jitted._cache.entries.values()) == 32
     np.testing.assert_array_equal(jitted(np.ones(3)), np.full(3, 2.0))
+
+
+def test_signatures_after_the_last_trace_take_no_memory_and_no_reads(monkeypatch):
+    class Model:
+        def __init__(self, rate):
+            self.rate = rate
+
+    read = []
+    jitted = mpiad.jit(lambda model, x: model.rate * x)
+    monkeypatch.setattr(program_cache, "watch_of", lambda *args: read.append(args) or watch_of(*args))
+    for k in range(100):
+        np.testing.assert_array_equal(jitted(Model(0.5 * k), X), 0.5 * k * X)
+    assert jitted.is_interpreted
+    assert len(read) == program_cache.MAX_TRACES
+    assert len(jitted._cache.entries) == len(jitted._cache.reasons) + len(read) == program_cache.MAX_TRACES + 1
 
 
 def test_the_line_that_needs_an_integer_is_named():
