@@ -55,10 +55,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
             return cache.run(arguments)
         return _called_with_tangents(cache, arguments, boxed, derived)
     if simple and tape.passes in ("one", "several"):
-        key = "reverse", tuple(boxed), arguments.key
-        # A `Program` can't contain steps that only a run can describe, or objects that hold traced arrays.
-        ways = [partial(trace, cache, arguments, boxed) for trace in (_with_two_parts, _traced_on_tape)]
-        entry = cache.entry(key, arguments, *ways)
+        key, entry = entry_on_tape(cache, arguments, boxed)
         if isinstance(entry, Entry):
             return _run(cache, key, entry, _unchanging(arguments, tape), boxed)
         failure, retrace = entry, None
@@ -76,6 +73,16 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
     if failure is not None and cache.asks(arguments, failure):
         return called_on_tape(cache, arguments_of(arguments.args, arguments.kwargs, cache.asked), derived)
     return cache.interpreted(key, arguments, failure, retrace, optional=key[0] == "program")
+
+
+def entry_on_tape(
+    cache: ProgramCache, arguments: Arguments, boxed: list[int]
+) -> tuple[Hashable, Entry | FailedTrace | None]:
+    """Return the key of a function's program with a reverse pass, and the program; see `ProgramCache.entry`."""
+    key = "reverse", tuple(boxed), arguments.key
+    # A `Program` can't contain steps that only a run can describe, or objects that hold traced arrays.
+    ways = [partial(trace, cache, arguments, boxed) for trace in (_with_two_parts, _traced_on_tape)]
+    return key, cache.entry(key, arguments, *ways)
 
 
 def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Recorded | None) -> Tree:

@@ -42,7 +42,7 @@ from mpiad.programs.program_cache import (
     traced_parts,
 )
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape
+from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape, with_traced_state
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
 from mpiad.programs.traced_array import Abandoned
@@ -503,6 +503,10 @@ class Jitted(Generic[P, R]):
     def repeated(self, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None) -> RepeatedProgram | None:
         """Prepare repeated calls of the function; see `mpiad.programs.repeated_calls`."""
         return prepared(self._cache, layout, leaves, variables)
+
+    def with_traced_state(self, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the first call on the tape; see `mpiad.programs.repeated_calls`."""
+        return with_traced_state(self._cache, layout, leaves)
 
     def repeated_on_tape(
         self, layout: Layout, calls: int, leaves: Sequence[Any], known: dict[tuple[int, ...], RepeatedProgram]

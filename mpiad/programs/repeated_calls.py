@@ -15,8 +15,8 @@ from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
-from mpiad.programs.calls_on_tape import is_simple, require_plain
-from mpiad.programs.program_cache import Entry, ProgramCache, admits_all, count
+from mpiad.programs.calls_on_tape import entry_on_tape, is_simple, require_plain
+from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, admits_all, count
 from mpiad.programs.replay import Replay
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
@@ -164,10 +164,11 @@ def prepared(
     return RepeatedProgram(entry, layout, leaves, variables)
 
 
-def with_traced_state(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
     """Return the arguments of the first call on the tape: if some of them are traced, so is the whole state.
 
-    The results of this call, which are the state in the next one, are traced, too: one program serves all calls.
+    The results of this call, which are the state in the next one, are traced, too: one program serves all calls. If it
+    can't be compiled, Python gets the arguments as they are: it may write into constants, or call plain NumPy.
     """
     tape: Any = tracing.tape
     boxes = [x for x in leaves if type(x) in _boxes]
@@ -177,7 +178,11 @@ def with_traced_state(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
     for k in layout.state:
         if type(given[k]) not in _boxes:  # a variable whose cotangent isn't used
             given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape, (), lambda g: ()))
-    return given
+    arguments = arguments_of(tuple(given), {}, cache.asked)
+    key, entry = entry_on_tape(cache, arguments, [k for k in arguments.traced if type(given[k]) in _boxes])
+    if isinstance(entry, FailedTrace):
+        cache.give_up(key, entry.error, optional=True, watch=entry.watch)
+    return given if isinstance(entry, Entry) else list(leaves)
 
 
 def repeated_on_tape(

@@ -111,9 +111,9 @@ class UserStepping:
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
         if self._form is not None and not any(map(_is_single, (*leaves, *entries, *constants))):
-            # The results of a compiled step are arrays: one program serves the first step and all others. Next to arrays in
-            # single precision, a number of Python isn't an array: their products stay in single precision.
-            leaves = [np.asarray(leaf) if isinstance(leaf, (float, complex)) else leaf for leaf in leaves]
+            # The results of a compiled step are scalars of NumPy: one program serves the first step and all others. Next to
+            # arrays in single precision, a number of Python isn't a scalar: their products stay in single precision.
+            leaves = [np.asarray(leaf)[()] if isinstance(leaf, (float, complex)) else leaf for leaf in leaves]
         self._params, self._count = params, None
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
@@ -318,9 +318,7 @@ class UserStepping:
             rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
             leaves = self.leaves(k, rest)
             if tracing.tape is not None and k == 0:
-                from mpiad.programs.repeated_calls import with_traced_state  # see `compiled_form`
-
-                leaves = with_traced_state(self._layout(length, rest), leaves)
+                leaves = self._program(length).with_traced_state(self._layout(length, rest), leaves)
             state, observed = self._program(length)(*leaves)
             if by_python is not None:
                 params = self._build_params(args.params)

@@ -89,6 +89,75 @@ def test_a_time_that_has_no_derivative(plain, programs):
     assert plain or len(programs) == 1
 
 
+def _adds(state, k, a):
+    u, t = state
+    before = t
+    t += 0.1  # which would change `before`, too, if t were an array
+    return u * (1.0 + a * (t - before)), t
+
+
+def _rounds(state, k, a):
+    u, t = state
+    return u * (1.0 + a * round(t, 1) * isinstance(t, float) * {t: 1.0}[t]), t + 0.1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("step", [_adds, _rounds])
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 33])
+def test_numbers_in_the_state_do_not_change(step, around, steps):
+    def last(advance, a):
+        state = np.arange(3.0), 0.0
+        for k in range(steps):
+            state = advance(state, k, a)
+        return np.sum(state[0] ** 2) * state[1]
+
+    same = mpiad.jit(lambda u: u * 1.0)
+    advance = (lambda state, k, a: step((same(state[0]), state[1]), k, a)) if around else mpiad.jit(step)
+
+    def loss(a):
+        u, t = scan(advance, (np.arange(3.0), 0.0), steps, a)
+        return anp.sum(u**2) * t
+
+    value, slope = mpiad.value_and_grad(loss)(0.8)
+    np.testing.assert_allclose([loss(0.8), value], last(step, 0.8), rtol=1e-12)
+    np.testing.assert_allclose(slope, last(step, 0.8 + 1e-30j).imag / 1e-30, rtol=1e-12)
+
+
+def _writes(state, k, a):
+    u, v = state
+    v = v * 1.0
+    v[0] += 0.1
+    return u * a + v[0], v
+
+
+def _interpolates(state, k, a):
+    u, v = state
+    return u * a + np.interp(v, [0.0, 1.0, 4.0], [0.0, 1.0, 2.0]), v + 0.1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("step", [_writes, _interpolates])
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_parts_without_a_derivative_stay_plain_if_the_step_needs_it(step, around, steps):
+    def last(a):
+        state = np.arange(3.0), np.array([1.0, 1.2, 1.4])
+        for k in range(steps):
+            state = step(state, k, a)
+        return np.sum(state[0])
+
+    same = mpiad.jit(lambda u: u * 1.0)
+    advance = (lambda state, k, a: step((same(state[0]), state[1]), k, a)) if around else mpiad.jit(step)
+    gradient = mpiad.value_and_grad(
+        lambda a: anp.sum(scan(advance, (np.arange(3.0), np.array([1.0, 1.2, 1.4])), steps, a)[0])
+    )
+    for _ in range(2):
+        value, slope = gradient(0.9)
+        np.testing.assert_allclose(value, last(0.9), rtol=1e-12)
+        np.testing.assert_allclose(slope, last(0.9 + 1e-30j).imag / 1e-30, rtol=1e-12)
+
+
 @pytest.mark.serial
 def test_numbers_beside_single_precision_stay_numbers():
     advance = mpiad.jit(
