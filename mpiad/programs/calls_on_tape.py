@@ -77,7 +77,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
 
 def entry_on_tape(
     cache: ProgramCache, arguments: Arguments, boxed: list[int]
-) -> tuple[Hashable, Entry | FailedTrace | None]:
+) -> tuple[tuple[Any, ...], Entry | FailedTrace | None]:
     """Return the key of a function's program with a reverse pass, and the program; see `ProgramCache.entry`."""
     key = "reverse", tuple(boxed), arguments.key
     # A `Program` can't contain steps that only a run can describe, or objects that hold traced arrays.
