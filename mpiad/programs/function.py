@@ -22,7 +22,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey
+from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey, watch_of
 from mpiad.compiling.source import indented
 from mpiad.primitives.operation import suspended
 from mpiad.programs.alike_functions import CHANGED, Form, Parts, Template, Templates, is_unchanged, token
@@ -477,6 +477,7 @@ class Jitted(Generic[P, R]):
     def _traced_operations(self, args: tuple) -> int:
         recorder = Recorder(self._cache.exact, most=self._cache.most_operations)
         try:
+            watch_of(self.fun, args)  # raises Unknown for functions that aren't traced: they may draw random numbers
             with np.errstate(all="ignore"), suspended(body=False):
                 traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
         except (Abandoned, Exception):  # noqa: BLE001

@@ -181,3 +181,12 @@ def test_the_length_of_a_program_is_known_before_the_first_step(programs):
     assert len(programs) == 1
     scan(advance, np.ones(4), 20, 0.5)
     assert len(programs) == 2
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("around", [False, True])
+def test_steps_that_are_interpreted_draw_one_random_number_each(around):
+    numbers, same = np.random.default_rng(3), mpiad.jit(lambda u: u * 1.0)
+    advance = (lambda u, k: same(u) + numbers.random()) if around else mpiad.jit(lambda u, k: u + numbers.random())
+    expected = np.sum(np.random.default_rng(3).random(5))
+    np.testing.assert_allclose(scan(advance, np.zeros(2), 5), expected, rtol=1e-14)
