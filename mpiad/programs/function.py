@@ -505,7 +505,7 @@ class Jitted(Generic[P, R]):
         """Prepare repeated calls of the function; see `mpiad.programs.repeated_calls`."""
         return prepared(self._cache, layout, leaves, variables)
 
-    def with_traced_state(self, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+    def with_traced_state(self, layout: Layout, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the first call on the tape; see `mpiad.programs.repeated_calls`."""
         return with_traced_state(self._cache, layout, leaves)
 

@@ -164,25 +164,33 @@ def prepared(
     return RepeatedProgram(entry, layout, leaves, variables)
 
 
-def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of the first call on the tape: if some of them are traced, so is the whole state.
 
     The results of this call, which are the state in the next one, are traced, too: one program serves all calls. If it
     can't be compiled, Python gets the arguments as they are: it may write into constants, or call plain NumPy.
     """
-    tape: Any = tracing.tape
-    boxes = [x for x in leaves if type(x) in _boxes]
-    if not boxes or type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not is_simple(tape, boxes):
-        return list(leaves)
-    given = list(leaves)
-    for k in layout.state:
-        if type(given[k]) not in _boxes:  # a variable whose cotangent isn't used
-            given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape, (), lambda g: ()))
+    given = _traced_state(layout, leaves)
+    if given is None or given is leaves:
+        return leaves
     arguments = arguments_of(tuple(given), {}, cache.asked)
     key, entry = entry_on_tape(cache, arguments, [k for k in arguments.traced if type(given[k]) in _boxes])
     if isinstance(entry, FailedTrace):
         cache.give_up(key, entry.error, optional=True, watch=entry.watch)
-    return given if isinstance(entry, Entry) else list(leaves)
+    return given if isinstance(entry, Entry) else leaves
+
+
+def _traced_state(layout: Layout, leaves: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the arguments with traced values in the whole state; None if the calls can't be one node of the tape."""
+    tape: Any = tracing.tape
+    boxes = [x for x in leaves if type(x) in _boxes]
+    if not boxes or type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not is_simple(tape, boxes):
+        return None
+    constants = [k for k in layout.state if type(leaves[k]) not in _boxes]
+    given: Any = list(leaves) if constants else leaves
+    for k in constants:  # variables whose cotangents aren't used
+        given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape, (), lambda g: ()))
+    return given
 
 
 def repeated_on_tape(
@@ -192,12 +200,10 @@ def repeated_on_tape(
 
     `known`: the programs that were prepared for the loop, by the positions of the traced arguments.
     """
-    tape, boxed = tracing.tape, tuple([k for k, x in enumerate(leaves) if type(x) in _boxes])
-    if type(tape) is not OrderedTape or tape.passes not in ("one", "several") or not set(layout.state) <= set(boxed):
+    tape, given = tracing.tape, _traced_state(layout, leaves)
+    if given is None:
         return None
-    if not is_simple(tape, [leaves[k] for k in boxed]):
-        return None
-    plain = list(map(getval, leaves))
+    boxed, plain = tuple([k for k, x in enumerate(given) if type(x) in _boxes]), list(map(getval, leaves))
     program = known.get(boxed) or prepared(cache, layout, plain, boxed)
     state, entries = ([plain[k] for k in places] for places in (layout.state, layout.entries))
     recording = program and program.recorded(plain[0], calls, state, entries)
@@ -209,5 +215,5 @@ def repeated_on_tape(
         require_plain(gs, cache.name)
         return recording.pull(gs)
 
-    places = [leaves[k]._node.index for k in boxed]
+    places = [given[k]._node.index for k in boxed]
     return entry.build(tape.record_call(entry.channels, values, [True] * len(values), places, pull, entry.communicates))

@@ -184,6 +184,17 @@ def test_the_length_of_a_program_is_known_before_the_first_step(programs):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("steps", [20, 100])
+def test_a_second_gradient_is_one_node_also_if_parts_of_the_state_are_constants(steps, monkeypatch):
+    advance = mpiad.jit(lambda state, k, a: (state[0] * (1.0 + 0.01 * a * anp.sin(state[1])), state[1] + 0.1), strict=True)
+    gradient = mpiad.grad(lambda a: anp.sum(scan(advance, (np.ones(3), 0.0), steps, a)[0]))
+    first, calls, called = gradient(0.5), [], mpiad.programs.Jitted.__call__
+    monkeypatch.setattr(mpiad.programs.Jitted, "__call__", lambda *args: (calls.append(args), called(*args))[1])
+    assert gradient(0.5) == first
+    assert not calls
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("around", [False, True])
 def test_steps_that_are_interpreted_draw_one_random_number_each(around):
     numbers, same = np.random.default_rng(3), mpiad.jit(lambda u: u * 1.0)
