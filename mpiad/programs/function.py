@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey, watch_of
 from mpiad.compiling.source import indented
 from mpiad.primitives.operation import suspended
@@ -151,7 +151,7 @@ def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any]
     return names["call"]
 
 
-def _unpack(tree: Any, name: str, lines: list[str], leaves: list[str], names: dict[str, Any]) -> bool:
+def _unpack(tree: Tree, name: str, lines: list[str], leaves: list[str], names: dict[str, object]) -> bool:
     """Append lines that assign the leaves of a pytree to names, or leave the call; return whether that is possible."""
     kind = type(tree)
     tests = [f"type({name}) is not {kind.__name__}"]
@@ -185,7 +185,7 @@ def _result(entry: Entry, outputs: Any) -> str:
     return _display(outputs, iter(range(len(entry.inside)))) or "build(made)"
 
 
-def _display(tree: Any, places: Iterator[int]) -> str:
+def _display(tree: Tree, places: Iterator[int]) -> str:
     """Return the expression of a pytree of outputs, "" if it has other parts than tuples, lists and dicts."""
     if isinstance(tree, (np.ndarray, np.generic)):
         return f"made[{next(places)}]"
@@ -274,9 +274,7 @@ class Jitted(Generic[P, R]):
     True Jitted
     """
 
-    def __init__(
-        self, fun: Callable[P, R], strict: bool = False, exact: bool = False, attempts: Attempts | None = None
-    ):  # fmt: skip
+    def __init__(self, fun: Callable[P, R], strict: bool = False, exact: bool = False, attempts: Attempts | None = None):
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
@@ -505,7 +503,7 @@ class Jitted(Generic[P, R]):
         """Prepare repeated calls of the function; see `mpiad.programs.repeated_calls`."""
         return prepared(self._cache, layout, leaves, variables)
 
-    def with_traced_state(self, layout: Layout, leaves: Sequence[Any]) -> Sequence[Any]:
+    def with_traced_state(self, layout: Layout, leaves: Sequence[Array]) -> Sequence[Array]:
         """Return the arguments of the first call on the tape; see `mpiad.programs.repeated_calls`."""
         return with_traced_state(self._cache, layout, leaves)
 

@@ -266,7 +266,7 @@ class ProgramCache:
         self.fun, self.name, self.strict, self.exact, self.attempts = fun, name, strict, exact, attempts
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         # For a signature that is interpreted, the watch of what was read before the reason was found; none if it's final.
-        self._refusals: dict[Any, Watch] = {}
+        self._refusals: dict[Hashable, Watch] = {}
         self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
         self._changes_arguments = False

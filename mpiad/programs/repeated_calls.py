@@ -164,7 +164,7 @@ def prepared(
     return RepeatedProgram(entry, layout, leaves, variables)
 
 
-def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Any]) -> Sequence[Any]:
+def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Array]) -> Sequence[Array]:
     """Return the arguments of the first call on the tape: if some of them are traced, so is the whole state.
 
     The results of this call, which are the state in the next one, are traced, too: one program serves all calls. If it
@@ -180,7 +180,7 @@ def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Any]
     return given if isinstance(entry, Entry) else leaves
 
 
-def _traced_state(layout: Layout, leaves: Sequence[Any]) -> Sequence[Any] | None:
+def _traced_state(layout: Layout, leaves: Sequence[Array]) -> Sequence[Array] | None:
     """Return the arguments with traced values in the whole state; None if the calls can't be one node of the tape."""
     tape: Any = tracing.tape
     boxes = [x for x in leaves if type(x) in _boxes]

@@ -7,10 +7,10 @@ array: a change in place acts on both names. Otherwise the result is a copy, by 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import anp, composition
@@ -19,7 +19,7 @@ from mpiad.differentiation.rules.protocol import anp, composition
 CONVERSIONS = anp.asarray, anp.asanyarray, anp.ascontiguousarray, anp.asfortranarray, anp.require
 
 
-def _converted(a: Any, dtype: Any, flags: str | None = None) -> Array:
+def _converted(a: Array, dtype: DTypeLike | None, flags: str | None = None) -> Array:
     """Return an array with NumPy's `flags`: "C" or "F" (contiguous in this order), "O" (owns its memory)."""
     value = getval(a)
     # A traced array of `jit` has a `value`.
@@ -36,7 +36,13 @@ def _converted(a: Any, dtype: Any, flags: str | None = None) -> Array:
 
 
 def _asarray(
-    a: Any, dtype: Any = None, order: str | None = None, *, copy: bool | None = None, device: Any = None, like: Any = None
+    a: Array,
+    dtype: DTypeLike | None = None,
+    order: str | None = None,
+    *,
+    copy: bool | None = None,
+    device: object = None,
+    like: object = None,
 ) -> Array:
     x = _converted(a, dtype, order)
     if copy is False and x is not a:
@@ -49,17 +55,22 @@ def _with_an_axis(x: Array) -> Array:
 
 
 @composition(anp.ascontiguousarray)
-def _ascontiguousarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+def ascontiguousarray(a: Array, dtype: DTypeLike | None = None, *, like: object = None) -> Array:
+    """Return `numpy.ascontiguousarray`, which has one axis at least."""
     return _with_an_axis(_converted(a, dtype, "C"))
 
 
 @composition(anp.asfortranarray)
-def _asfortranarray(a: Any, dtype: Any = None, *, like: Any = None) -> Array:
+def asfortranarray(a: Array, dtype: DTypeLike | None = None, *, like: object = None) -> Array:
+    """Return `numpy.asfortranarray`, which has one axis at least."""
     return _with_an_axis(_converted(a, dtype, "F"))
 
 
 @composition(anp.require)
-def _require(a: Any, dtype: Any = None, requirements: Iterable[str] | None = None, *, like: Any = None) -> Array:
+def require(
+    a: Array, dtype: DTypeLike | None = None, requirements: Iterable[str] | None = None, *, like: object = None
+) -> Array:
+    """Return `numpy.require`."""
     flags = list(requirements or ())
     np.require(np.empty(0), None, flags)  # type: ignore[call-overload]  # raises NumPy's errors
     return _converted(a, dtype, "".join(flag[0] for flag in flags))
