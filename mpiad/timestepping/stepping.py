@@ -110,10 +110,12 @@ class UserStepping:
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)
-        if self._form is not None and not any(map(_is_single, (*leaves, *entries, *constants))):
+        numbers = [k for k, leaf in enumerate(leaves) if isinstance(leaf, (float, complex))]
+        if numbers and self._form is not None and not any(map(_is_single, (*leaves, *entries, *constants))):
             # The results of a compiled step are scalars of NumPy: one program serves the first step and all others. Next to
             # arrays in single precision, a number of Python isn't a scalar: their products stay in single precision.
-            leaves = [np.asarray(leaf)[()] if isinstance(leaf, (float, complex)) else leaf for leaf in leaves]
+            for k in numbers:
+                leaves[k] = np.asarray(leaves[k])[()]
         self._params, self._count = params, None
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
@@ -182,11 +184,14 @@ class UserStepping:
     def _plain_arguments(self) -> tuple:
         """Return the arguments of the compiled form for the first step, without boxes."""
         form: Any = self._form
-        args = self.args.at(Span(0, 1), self.args.state)
-        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
-        tree = *form.variables, self.build_state(args.state), 0, *entry, *self._build_params(args.params)
-        leaves, build = flatten(tree)
+        step = self._step_arguments(0, self.args.at(Span(0, 1), self.args.state))
+        leaves, build = flatten((*form.variables, *step))
         return build(list(map(getval, leaves)))
+
+    def _step_arguments(self, number: int, args: Arguments) -> tuple:
+        """Return the arguments of the user's step."""
+        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
+        return self.build_state(args.state), number, *entry, *self._build_params(args.params)
 
     def begin_pass(self) -> None:
         """Begin a sequence of runs between which no other code changes what the compiled functions read."""
@@ -223,11 +228,11 @@ class UserStepping:
         first, stop = span
         if stop > first + 1 or self._records_single_steps:
             return self._called(span, args) or self._run_programs(span, args)
-        observe, params = self._observe_form, self._build_params(args.params)
-        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
-        tree = advance(self.build_state(args.state), first, *entry, *params)
-        columns = [] if self._observe is None else self._columns([(observe or self._observe)(tree, first, *params)])
+        tree, columns = advance(*self._step_arguments(first, args)), []
+        if self._observe is not None:
+            observe = self._observe_form or self._observe
+            columns = self._columns([observe(tree, first, *self._build_params(args.params))])
         return _checked(flatten(tree)[0], self._specs, self._names, first), columns
 
     @property
