@@ -194,8 +194,9 @@ class Seen:
 def test_a_lower_point_that_was_seen_replaces_the_end(
     best: float, gradient: float | None, moved: bool, success: bool
 ) -> None:
+    # `fun` of another point, as after a failed line search.
     ended = scipy.optimize.OptimizeResult(
-        x=np.zeros(2), fun=3.0, jac=np.full(2, 1e-8), success=True, status=0, message="Fine."
+        x=np.zeros(2), fun=2.5, jac=np.full(2, 1e-8), success=True, status=0, message="Fine."
     )
     result = corrected(ended, Seen(best, gradient), constrained=False, no_step=2)  # type: ignore[arg-type]
     assert result.success == success and (result.status == 0) == success

@@ -321,5 +321,7 @@ def test_calls_with_nested_arguments(fun, args, others, monkeypatch):
 def test_a_dict_as_an_argument_isn_t_a_keyword():
     fun = Jitted(lambda x, options=None, a=2.0: options["a"] - x if options else a * x)
     assert [fun.check(X, {"a": 3 * X}), fun.check(X, a=3 * X), fun.check(X, {"a": X}), fun.check(X, a=X)] == [1, 1, 0, 0]
+    fun = Jitted(lambda *args, **kwargs: args[0] + kwargs["a"] if kwargs else args[1]["a"] * args[0][0])
+    assert [fun.check((X,), {"a": X}), fun.check(X, a=X), fun.check((X,), {"a": X})] == [1, 1, 0]
     fun = Jitted(lambda *args, **kwargs: [len(args), *kwargs.values()][-1] * args[0][0])
     assert [fun.check((X,), {"a": X}), fun.check((X,), a=X), fun.check((X,), {}), fun.check((X,))] == [1, 1, 1, 1]
