@@ -102,12 +102,13 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def reads_in(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
-    """Return the global and enclosing variables that a code object reads, as (is global, name, attributes)."""
+    """Return the global and enclosing variables that a code object reads or assigns, as (is global, name, attributes)."""
     # Code that imports modules or defines classes raises Unknown.
     reads = []
     for operation, name, attributes in _chains(code):
-        if operation == "LOAD_GLOBAL" or operation == "LOAD_DEREF" and name in code.co_freevars:
-            reads.append((operation == "LOAD_GLOBAL", name, attributes))
+        is_global = operation.endswith("_GLOBAL")
+        if is_global or operation.endswith("_DEREF") and name in code.co_freevars:
+            reads.append((is_global, name, attributes))
     for nested in _nested(code):
         if reads_of_super(nested):
             raise Unknown("super()")

@@ -123,8 +123,7 @@ class FunctionReader:
     @property
     def reading(self) -> str:
         """The expression in the user's code that is being read."""
-        fun, names = self.path[-1] if self.path else (None, ())
-        return " in ".join(filter(None, (".".join(names), fun and fun.__qualname__)))
+        return _text_of(self.path)
 
     @property
     def origin(self) -> str:
@@ -499,6 +498,11 @@ def _require_repeatable(name: str) -> None:
         raise Unknown(f"{name}, whose result may differ in the next call")
 
 
+def _text_of(path: tuple[_Place, ...]) -> str:
+    fun, names = path[-1] if path else (None, ())
+    return " in ".join(filter(None, (".".join(names), fun and fun.__qualname__)))
+
+
 def _cells(fun: FunctionType) -> dict[str, CellType]:
     return dict(zip(fun.__code__.co_freevars, fun.__closure__ or ()))
 
@@ -601,12 +605,43 @@ class Watch:
         self._terms: list[str] = []
         self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
         self.arrays: list[tuple[Array, Array]] = []  # writable arrays, and copies of them
+        # For conditions that the function may violate itself, the expressions that are read, and functions that restore
+        # the objects, None for members of a class.
+        self._changeable: list[tuple[str, tuple[_Place, ...], Callable[[], object] | None]] = []
+        self._paths_of_arrays: list[tuple[_Place, ...]] = []
 
-    def note(self, term: str, *values: Any) -> None:
+    def note(self, term: str, *values: Any) -> str:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
         names = [f"x{len(self._values) + k}" for k in range(len(values))]
         self._values.update(zip(names, values))
         self._terms.append(term.format(*names))
+        return self._terms[-1]
+
+    def add_array(self, x: Array, path: tuple[_Place, ...]) -> None:
+        """Add the condition that the contents of a writable array are unchanged."""
+        self.arrays.append((x, x.copy()))
+        self._paths_of_arrays.append(path)
+
+    def note_changeable(
+        self, path: tuple[_Place, ...], restore: Callable[[], object] | None, term: str, *values: Any
+    ) -> None:
+        """Add a condition as `note`; see `changed`."""
+        self._changeable.append((self.note(term, *values), path, restore))
+
+    def changed(self, restore: bool) -> str:
+        """Return the expression of the first variable, container or array that has changed; restore all of them, if asked.
+
+        Return "" if nothing has changed, or if an object that has changed can't be restored.
+        """
+        changed = [(path, undo) for term, path, undo in self._changeable if not eval(term, self._values)]
+        for (array, copy), path in zip(self.arrays, self._paths_of_arrays):
+            if not same_bits(array, copy):
+                changed.append((path, partial(array.__setitem__, ..., copy) if array.flags.writeable else None))
+        if not all(undo for _, undo in changed):
+            return ""
+        for _, undo in changed if restore else ():
+            undo()  # type: ignore[misc]
+        return _text_of(changed[0][0]) if changed else ""
 
     def without_arrays(self) -> Watch:
         """Return a watch that doesn't compare the contents of arrays, which may be large."""
@@ -708,11 +743,16 @@ class _WatchReader(FunctionReader):
 
     def array(self, value: np.ndarray) -> None:
         if is_writable(value):
-            self.watch.arrays.append((value, value.copy()))
+            self.watch.add_array(value, self.path)
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if not isinstance(value, (tuple, frozenset, slice, partial)):
-            self.watch.note("same_parts({0}, {1})" if parts else "not {0}", value, parts)
+            restore = None if isinstance(value, MappingProxyType) else partial(_refill, value, parts)
+            term = "same_parts({0}, {1})" if parts else "not {0}"
+            path = self.path
+            if path and len(names := path[-1][1]) > 1 and hasattr(type(value), names[-1]):
+                path = (*path[:-1], (path[-1][0], names[:-1]))  # without the container's method
+            self.watch.note_changeable(path, restore, term, value, parts)
 
     def function(self, value: FunctionType) -> None:
         same = "{0}.__code__ is {1} and {0}.__defaults__ is {2} and {0}.__kwdefaults__ is {3}"
@@ -724,16 +764,20 @@ class _WatchReader(FunctionReader):
                 self._names[name] = (*self.path, (value, (name,)))
 
     def variable(self, cell: CellType, value: object) -> None:
+        restore, change = partial(_fill, cell, value), self.watch.note_changeable
         if value is MISSING:
-            self.watch.note("{0}({1}) is gone", content_of, cell)
+            change(self.path, restore, "{0}({1}) is gone", content_of, cell)
         else:
-            self.watch.note("{0}.cell_contents is {1}", cell, value)
+            change(self.path, restore, "{0}.cell_contents is {1}", cell, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
         self._asks_for_attributes |= name in ("getattr", "hasattr")
         if (id(names), name) not in self._noted:
             self._noted.add((id(names), name))
-            self.watch.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
+            value = names.get(name, MISSING)
+            restore = partial(_set_name, names, name, value) if isinstance(names, dict) else None
+            term = f"{{0}}({name!r}, gone) is {{1}}"
+            self.watch.note_changeable(self.path, restore, term, names.get, value)
 
     def other(self, value: object) -> None:
         if type(value) in _boxes:
@@ -773,7 +817,8 @@ class _WatchReader(FunctionReader):
                 self.watch.note("{0}() == {1}", get_cache_token, get_cache_token())
 
     def slot(self, value: object, name: str, part: object) -> None:
-        self.watch.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", value, part)
+        restore, term = partial(_set_slot, value, name, part), f"getattr({{0}}, {name!r}, gone) is {{1}}"
+        self.watch.note_changeable(self.path, restore, term, value, part)
 
     def attribute(self, value: Any, name: str) -> Any:
         if not _is_communicator(value):
@@ -867,3 +912,35 @@ def _is_communicator(value: object) -> bool:
 def _same_parts(container: Any, parts: list[Any]) -> bool:
     found = parts_of(container)
     return len(found) == len(parts) and all(map(operator.is_, found, parts))
+
+
+# What `Watch.changed` does to restore an object.
+
+
+def _refill(container: Any, parts: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in zip(parts, parts[len(parts) // 2 :]):
+            container[key] = value
+    elif isinstance(container, set):
+        container.update(parts)
+    else:
+        container.extend(parts)
+
+
+def _fill(cell: CellType, value: object) -> None:
+    if value is not MISSING:
+        cell.cell_contents = value
+    elif content_of(cell) is not MISSING:
+        del cell.cell_contents
+
+
+def _set_name(names: dict[str, Any], name: str, value: object) -> None:
+    if value is MISSING:
+        names.pop(name, None)
+    else:
+        names[name] = value
+
+
+def _set_slot(owner: object, name: str, value: object) -> None:
+    object.__delattr__(owner, name) if value is MISSING else object.__setattr__(owner, name, value)

@@ -39,13 +39,13 @@ from mpiad.programs.program_cache import (
     count,
     fresh,
     is_admitted,
+    raising_failures,
     traced_parts,
 )
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape, with_traced_state
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
-from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -234,7 +234,8 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     -------
     Jitted
         A function with the same arguments, results, derivatives and communications. Results never share memory with
-        arguments. Other effects of Python code, such as prints, happen only while the function is traced or interpreted.
+        arguments. Prints happen only while the function is traced or interpreted. A function that changes an object from
+        outside, such as a list of results, isn't compiled.
 
     Raises
     ------
@@ -475,10 +476,11 @@ class Jitted(Generic[P, R]):
     def _traced_operations(self, args: tuple) -> int:
         recorder = Recorder(self._cache.exact, most=self._cache.most_operations)
         try:
-            watch_of(self.fun, args)  # raises Unknown for functions that aren't traced: they may draw random numbers
-            with np.errstate(all="ignore"), suspended(body=False):
+            # This raises Unknown for functions that aren't traced: they may draw random numbers.
+            watch = watch_of(self.fun, args)
+            with raising_failures(recorder, watch), suspended(body=False):
                 traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
-        except (Abandoned, Exception):  # noqa: BLE001
+        except Exception:  # noqa: BLE001
             return 0
         return _WITH_REVERSE_PASS * len(recorder.steps)
 

@@ -174,22 +174,42 @@ class FailedTrace(Exception):
         return not has_traced and calls.is_raised_by_user(self.error)
 
 
+class ChangedClosure(Abandoned):
+    """The reason that a function isn't compiled which changes an object from outside, such as a list of its results."""
+
+    def __init__(self, what: str):
+        BaseException.__init__(self, f"it changes {what}, which it hasn't created: return the values instead")
+
+
 @contextmanager
 def raising_failures(recorder: Recorder, watch: Watch) -> Iterator[Recorder]:
-    """Raise a FailedTrace for exceptions in a trace, and return its recorder."""
+    """Raise a FailedTrace for exceptions in a trace, or changes of the closure; return the trace's recorder.
+
+    The changes are undone, since the function makes them again when it is interpreted.
+    """
+    failure = None
+    if not watch.is_the_same() and (changed := watch.changed(restore=False)):  # by a run after which the function is traced
+        raise FailedTrace(recorder, watch, ChangedClosure(changed))
     try:
         with np.errstate(all="ignore"):  # the numbers in a trace are arbitrary
             yield recorder
     except FailedTrace:
         raise
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        raise FailedTrace(recorder, watch, error) from None
+        failure = FailedTrace(recorder, watch, error)
+    is_raised = failure is not None and failure.is_raised_by_user
+    if not is_raised and not watch.is_the_same() and (changed := watch.changed(restore=True)):
+        failure = failure or FailedTrace(recorder, watch, ChangedClosure(changed))
+    if failure is not None:
+        raise failure from None
 
 
 def entry_of_trace(recorder: Recorder, watch: Watch, traced: Traced, kept: Iterable[int] = ()) -> Entry:
     """Compile the trace made by ``traced(recorder, watch)``; raise a FailedTrace if that fails."""
     with raising_failures(recorder, watch):
-        return Entry(recorder, *traced(recorder, watch), watch, kept)
+        made = traced(recorder, watch)
+    with raising_failures(recorder, watch):
+        return Entry(recorder, *made, watch, kept)
 
 
 def optional_program(fun: Function, arguments: Arguments, objects: Sequence[Any]) -> Entry | None:
@@ -257,6 +277,8 @@ class Attempts:
 
     traces: int = 0
     warned: bool = False
+    changes: int = 0  # traces in a row that have changed the closure
+    reason: str = ""  # why the functions aren't traced again
 
 
 class ProgramCache:
@@ -305,6 +327,7 @@ class ProgramCache:
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
         """Trace and compile a program, and store it; `notes`: those of a run."""
         entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes, self.most_operations), watch, traced)
+        self.attempts.changes = 0
         return entry
 
     def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
@@ -323,7 +346,7 @@ class ProgramCache:
         recorder = Recorder(self.exact, most=self.most_operations)
         with raising_failures(recorder, watch):
             made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
-        self.programs[key] = watch, made
+        self.programs[key], self.attempts.changes = (watch, made), 0
         return made
 
     @property
@@ -352,8 +375,9 @@ class ProgramCache:
             watch = self._read(key, arguments, arguments.constants(), optional)
             self.attempts.traces += watch is not None
             return watch
-        reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
-        if self.asking:
+        repeated = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
+        reason = self.attempts.reason or repeated
+        if self.asking and reason is repeated:
             reason += f". {self.asking} branches on an integer, or indexes by it an array that should be an argument"
         self.give_up(None, reason, optional)  # for all signatures, whose number may grow with each call
         return None
@@ -468,7 +492,17 @@ class ProgramCache:
         if failure.is_raised_by_user:
             raise failure.error
         if not self.asks(arguments, failure):
+            self.refuse(key, failure, optional)
+
+    def refuse(self, key: Hashable, failure: FailedTrace, optional: bool = False) -> None:
+        """Interpret later calls with a signature, unless this trace is the first to change the closure: a cache, say."""
+        if not isinstance(failure.error, ChangedClosure):
             self.give_up(key, failure.error, optional, failure.watch)
+        elif self.attempts.changes:
+            self.attempts.traces, self.attempts.reason = MAX_TRACES, str(failure.error)  # further calls change it, too
+            self.give_up(key, failure.error, optional)
+        else:
+            self.attempts.changes += 1
 
     def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""

@@ -176,7 +176,7 @@ def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Arra
     arguments = arguments_of(tuple(given), {}, cache.asked)
     key, entry = entry_on_tape(cache, arguments, [k for k in arguments.traced if type(given[k]) in _boxes])
     if isinstance(entry, FailedTrace):
-        cache.give_up(key, entry.error, optional=True, watch=entry.watch)
+        cache.refuse(key, entry, optional=True)
     return given if isinstance(entry, Entry) else leaves
 
 

@@ -1,9 +1,10 @@
-"""What a jitted function keeps of its trace raises where it is used: derivatives around it would leave it out."""
+"""What a jitted function keeps has Python's value, or raises where it is used: derivatives around it would leave it out."""
 
 import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from autograd.tracer import getval
 
 import mpiad
 
@@ -13,26 +14,45 @@ X = np.array([0.5, 1.0, 2.0])
 KEPT = {}
 
 
+class Kept:
+    y = None
+
+
 def keeping(x):
     KEPT["y"] = anp.sin(x)
     return anp.sum(KEPT["y"])
 
 
-def outside(evaluate):
-    evaluate(keeping)(X)
-    return KEPT["y"] * 2.0
+def keeping_in_class(x):
+    Kept.y = anp.sin(x)
+    return anp.sum(Kept.y)
 
 
-# Its gradient is cos x + 2 sin x cos x.
+def outside(evaluate, fun):
+    evaluate(fun)(X)
+    return kept_by(fun) * 2.0
+
+
+def kept_by(fun):
+    return KEPT["y"] if fun is keeping else Kept.y
+
+
+def with_kept(fun):
+    return autograd.grad(lambda x: mpiad.jit(fun)(mpiad.stop_gradient(x)) + anp.sum(x * kept_by(fun)))(X)
+
+
+SINES = np.sin(X)
+# Uses of what a function has kept, and their values.
 USES = {
-    "outside": lambda: outside(mpiad.jit),
-    "outside, of a gradient": lambda: outside(lambda fun: mpiad.jit(mpiad.grad(fun))),
-    "communicated": lambda: mpiad.mpi_allreduce(outside(mpiad.jit) / 2.0),
-    "as numbers": lambda: np.asarray(outside(mpiad.jit)),
-    "plain autograd": lambda: autograd.grad(lambda x: mpiad.jit(keeping)(mpiad.stop_gradient(x)) + anp.sum(x * KEPT["y"]))(
-        X
+    "outside": (lambda fun: outside(mpiad.jit, fun), 2.0 * SINES),
+    "outside, of a gradient": (lambda fun: outside(lambda fun: mpiad.jit(mpiad.grad(fun)), fun), 2.0 * SINES),
+    "communicated": (lambda fun: mpiad.mpi_allreduce(outside(mpiad.jit, fun) / 2.0), SINES),
+    "as numbers": (lambda fun: np.asarray(outside(mpiad.jit, fun)), 2.0 * SINES),
+    "plain autograd": (with_kept, SINES),
+    "another jitted function": (
+        lambda fun: (mpiad.grad(mpiad.jit(fun))(X), mpiad.jit(lambda x: x + kept_by(fun))(X))[1],
+        X + SINES,
     ),
-    "another jitted function": lambda: (mpiad.grad(mpiad.jit(keeping))(X), mpiad.jit(lambda x: x + KEPT["y"])(X)),
 }
 AROUND = {
     "gradient": lambda loss: mpiad.grad(loss)(X),
@@ -43,10 +63,17 @@ AROUND = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_it_raises_with_the_line_and_what_to_write(use):
+def test_in_a_dict_it_has_its_value(use):
     KEPT.clear()
+    made, expected = USES[use][0](keeping), USES[use][1]
+    np.testing.assert_allclose(getval(made), expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_in_a_class_it_raises_with_the_line_and_what_to_write(use):
+    Kept.y = None
     with pytest.raises(RuntimeError, match=r"test_kept_values.py:\d+ in .* Return the value .*, y, kept = f\(x\)"):
-        USES[use]()
+        USES[use][0](keeping_in_class)
 
 
 @pytest.mark.parametrize("around", AROUND)

@@ -193,20 +193,6 @@ def test_all_steps_of_a_first_gradient_are_compiled(traces):
     assert len(traces) == 1
 
 
-def test_what_the_trace_changes_is_traced_once(traces):
-    kept = []
-
-    @mpiad.jit
-    def fun(x):
-        kept.append(x * 2.0)
-        return x + 1.0
-
-    np.testing.assert_array_equal(fun(np.ones(3)), 2.0)
-    assert len(traces) == 1
-    with pytest.raises(RuntimeError, match="Return the value"):
-        kept[0] + 1.0
-
-
 def test_an_error_is_that_of_numpy(traces):
     with pytest.raises(ValueError, match="broadcast"):
         mpiad.jit(lambda x: x + x[1:])(np.ones(3))

@@ -1,0 +1,206 @@
+"""Functions that change objects from outside have Python's effects: each change occurs once, with Python's values."""
+
+import collections
+import types
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.timestepping import scan
+
+pytestmark = pytest.mark.serial
+
+X = np.linspace(0.1, 1.0, 5)
+COUNT = 0
+LAST = None
+halved = mpiad.jit(lambda u: anp.sin(u) * 0.5)
+
+
+def changes():
+    """Return, by kind, a function that changes an object, and a function that returns what the object contains."""
+    log, kept, counts, table = {}, [], [0], np.zeros(3)
+    owner = types.SimpleNamespace(seen={}, total=0.0)
+    numbers, last_two, ordered = set(), collections.deque(maxlen=2), collections.OrderedDict()
+    total, latest = 0, None
+
+    def in_dict(k, u):
+        log["last"] = u * 2.0
+
+    def in_alias(k, u):
+        records = log
+        records["alias"] = u
+
+    def in_list(k, u):
+        kept.append(u)
+
+    def in_place(k, u):
+        counts[0] += 1
+
+    def in_array(k, u):
+        table[1] += 1
+
+    def in_attribute(k, u):
+        owner.seen["x"] = u
+
+    def in_set(k, u):
+        numbers.add(int(k))
+
+    def in_deque(k, u):
+        last_two.append(u)
+
+    def in_ordered(k, u):
+        ordered["x"] = u
+
+    def in_global(k, u):
+        global COUNT
+        COUNT += 1
+
+    def in_global_only_stored(k, u):
+        global LAST
+        LAST = u
+
+    def in_variable(k, u):
+        nonlocal total
+        total += 1
+
+    def in_variable_only_stored(k, u):
+        nonlocal latest
+        latest = u
+
+    return {
+        "dict": (in_dict, lambda: log),
+        "alias": (in_alias, lambda: log),
+        "list": (in_list, lambda: kept),
+        "place": (in_place, lambda: counts),
+        "array": (in_array, lambda: table),
+        "attribute": (in_attribute, lambda: owner.seen),
+        "set": (in_set, lambda: numbers),
+        "deque": (in_deque, lambda: last_two),
+        "ordered": (in_ordered, lambda: ordered),
+        "global": (in_global, lambda: COUNT),
+        "stored in a global": (in_global_only_stored, lambda: LAST),
+        "variable": (in_variable, lambda: total),
+        "stored in a variable": (in_variable_only_stored, lambda: latest),
+    }
+
+
+def calls(fun):
+    jitted, u = mpiad.jit(fun), X
+    for _ in range(5):
+        u = jitted(u, 3)
+    return u
+
+
+def loop(fun):
+    return scan(lambda u, k: fun(u, k), X, 12)
+
+
+# Each with its counterpart in plain Python.
+WAYS = {
+    "calls": (calls, lambda fun: [u := X, *[u := fun(u, 3) for _ in range(5)]][-1]),
+    "loop": (loop, lambda fun: [u := X, *[u := fun(u, k) for k in range(12)]][-1]),
+    "loop of a jitted step": (
+        lambda fun: scan(mpiad.jit(fun), X, 12),
+        lambda fun: [u := X, *[u := fun(u, k) for k in range(12)]][-1],
+    ),
+}
+
+
+def contents(x):
+    """Return what an object contains, in a form that can be compared."""
+    if isinstance(x, dict):
+        return {key: contents(value) for key, value in x.items()}
+    if isinstance(x, (list, collections.deque)):
+        return [contents(value) for value in x]
+    return sorted(x) if isinstance(x, set) else np.asarray(x).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", changes())
+def test_changes_are_those_of_python(kind, way):
+    global COUNT, LAST
+    results = []
+    for k in range(2):
+        COUNT, LAST = 0, None
+        change, content = changes()[kind]
+
+        def fun(u, k, change=change, half=halved if way == "loop" and not k else lambda u: anp.sin(u) * 0.5):
+            change(k, u)
+            return half(u)
+
+        results.append((WAYS[way][k](fun), contents(content())))
+    (u, changed), (expected, of_python) = results
+    np.testing.assert_allclose(u, expected, rtol=1e-14)
+    assert changed == (pytest.approx(of_python, rel=1e-14) if type(of_python) in (int, float) else of_python)
+
+
+def test_frames_of_a_jitted_step_are_those_of_its_states():
+    frames = {}
+
+    def observe(u, k):
+        frames[int(k)] = u
+        return anp.sum(u**2)
+
+    def loss(u):
+        return anp.sum(scan(lambda u, k: halved(u), u, 12, observe=observe)[1])
+
+    expected, u = {}, X
+    for k in range(12):
+        u = np.sin(u) * 0.5
+        expected[k] = u
+    _, gradient = mpiad.value_and_grad(loss)(X)
+    assert frames.keys() == expected.keys()
+    for k in expected:
+        np.testing.assert_allclose(mpiad.stop_gradient(frames[k]), expected[k], rtol=1e-14)
+    complex_sum = lambda u: sum(np.sum((u := np.sin(u) * 0.5) ** 2) for _ in range(12))  # noqa: E731, F841
+    by_complex_steps = [complex_sum(X + 1e-30j * e).imag / 1e-30 for e in np.eye(5)]
+    np.testing.assert_allclose(gradient, by_complex_steps, rtol=1e-13)
+
+
+def test_a_cache_that_is_filled_in_the_first_call_is_compiled():
+    tables, runs = {}, []
+
+    def table(n):
+        if n not in tables:
+            tables[n] = np.arange(n) ** 2.0
+        return tables[n]
+
+    def fun(x):
+        return anp.sum(table(len(x)) * x**3)
+
+    jitted = mpiad.jit(fun)
+    for x in (X, X + 1, X + 2, X + 3):
+        np.testing.assert_allclose(jitted(x), np.sum(np.arange(5) ** 2.0 * x**3), rtol=1e-14)
+        runs.append(jitted.is_interpreted)
+    assert runs == [False] * 4 and "program" in str(jitted.program(X))
+    assert list(tables) == [5]
+
+
+def test_strict_names_what_is_changed():
+    kept = []
+
+    @mpiad.jit(strict=True)
+    def fun(x):
+        kept.append(x)
+        return x * 2.0
+
+    with pytest.raises(TypeError, match=r"can't be compiled: it changes kept in .*fun, which it hasn't created"):
+        for _ in range(2):
+            fun(X)
+    assert len(kept) == 2
+
+
+def test_changes_before_an_exception_of_the_function_stay():
+    kept = []
+
+    @mpiad.jit
+    def fun(x):
+        kept.append(len(x))
+        raise KeyError("of the function")
+
+    for k in range(3):
+        with pytest.raises(KeyError, match="of the function"):
+            fun(X)
+        assert kept == [5] * (k + 1)
