@@ -109,6 +109,7 @@ def _with_two_parts(
 ) -> tuple[list[list[Array]], Any]:
     """Return the function's program and its reverse pass, as two parts of a program."""
     recorded: Any = cache.program(arguments, boxed, watch)
+    recorder.condition = recorded.admits if recorded.admits is not None and recorded.admits.decides else None
     return vjp(recorded.program, recorder, [arguments.traced.index(k) for k in boxed]), recorded.build
 
 

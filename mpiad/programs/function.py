@@ -207,6 +207,7 @@ _WITH_REVERSE_PASS = 3
 _MOST_FAST_CALLS = 4
 # The maximum number of derived functions, for example one per optimizer; the least recently used ones are removed.
 _MOST_DERIVED = 16
+_MOST_VARIANTS = 3  # of a program of several steps, by `replace_by`: more take longer to compile than they save
 
 
 @overload
@@ -444,6 +445,10 @@ class Jitted(Generic[P, R]):
         """Whether some call can't be compiled, or only for fixed values of its integer arguments."""
         return self.is_interpreted or bool(self._cache.asked)
 
+    def replace_by(self, fun: Function) -> None:
+        """Let calls that aren't compiled run `fun`; so are those that take other branches than the first few calls."""
+        self._cache.instead, self._cache.most_variants = fun, _MOST_VARIANTS
+
     @property
     def is_compiled(self) -> bool:
         """Whether there is a program, and no call is known that can't be compiled."""
@@ -464,7 +469,7 @@ class Jitted(Generic[P, R]):
             if entry is not None
         ]
         # A program for derivatives contains the operations of the function only.
-        programs = programs or [_WITH_REVERSE_PASS * made.program.size for _, made in self._cache.programs.values()]
+        programs = programs or [_WITH_REVERSE_PASS * made.program.size for made in self._cache.programs.values()]
         return max(programs or [made.operations // made.calls for made in self._derived.values()], default=0)
 
     def estimated(self, args: Callable[[], tuple]) -> int:
@@ -524,7 +529,7 @@ class Jitted(Generic[P, R]):
         if key in self._on_tape:
             return None
         entry: Entry | FailedTrace | None = cache.entries.get(key)
-        if entry is None or not entry.is_current():
+        if entry is None or not entry.is_current() or not is_admitted(entry, arguments):
             entry = None if may_communicate(self.fun) else cache.entry(key, arguments, traced)
         if isinstance(entry, Entry) and not entry.communicates and is_admitted(entry, arguments):
             return entry

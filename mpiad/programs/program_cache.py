@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -25,23 +24,20 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
-from mpiad.compiling.source import indented
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.interpretation import Interpretation, Note
+from mpiad.programs.number_conditions import admits_of
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
 from mpiad.programs.traced_array import (
-    PYTHON_OPERATORS,
     Abandoned,
     KnownInRun,
-    Ref,
     TracedArray,
     added_at,
     cast,
-    is_number_of,
     take,
     with_entries,
 )
@@ -108,48 +104,6 @@ class Entry:
             return list(outputs)
         found = iter(outputs)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
-
-
-def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
-    """Return a function of the arguments: whether a program computes with Python numbers as Python does; None if always."""
-    kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
-    names: dict[str, Any] = {"i": int, "f": float, "c": complex, "is_number_of": is_number_of}
-    inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
-    lines = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()]
-    checks, known = [], set(inputs)
-    for step in recorder.steps:
-        numbers = {x.number for x in step.args if type(x) is Ref}
-        if not known.issuperset(numbers) or kinds.keys().isdisjoint(step.outs) or step.fun not in PYTHON_OPERATORS:
-            continue
-        (out,), *others = step.outs, *[x for x in step.args if type(x) is not Ref]
-        known.add(out)
-        names |= {f"f{out}": PYTHON_OPERATORS[step.fun]} | {f"c{out}": x for x in others}
-        args = [f"v{x.number}" if type(x) is Ref else f"c{out}" for x in step.args]
-        lines.append(f"v{out} = f{out}({', '.join(args)})")
-        divides = step.fun in (np.true_divide, np.floor_divide, np.remainder) and type(step.args[1]) is Ref
-        if kinds[out] == "i" and step.fun is not np.power:  # as in `is_number_of`: Python's integers are of one type
-            checks.append(f"{-(2**63)} <= v{out} < {2**63}")
-        elif divides or step.fun is np.power:
-            checks.append(f"is_number_of({kinds[out]!r}, v{out})")
-    if not checks:
-        return None
-    body = ["try:", *indented(lines), "except ArithmeticError:", "    return False", f"return {' and '.join(checks)}"]
-    text = "\n".join(["def admits(given):", *indented(body)])
-    exec(compile(text, str(Path(__file__).with_name("<numbers>")), "exec"), names)
-    names["admits"].places = tuple(inputs.values())  # of the arguments that it reads
-    return names["admits"]
-
-
-def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[Any]) -> bool:
-    """Return whether a program can compute with each of some numbers as its first argument, and the other arguments."""
-    others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k])
-    return _admits_all(admits, numbers, others)
-
-
-@functools.lru_cache(maxsize=256)
-def _admits_all(admits: Any, numbers: Sequence[int], others: tuple) -> bool:
-    given: dict[int, Any] = dict(others)
-    return all(admits(given | {0: number}) for number in numbers)
 
 
 # Returns `parts` and `build` of `Entry`.
@@ -262,8 +216,13 @@ class Recorded(NamedTuple):
 
     program: Program
     build: Callable[[list[Any]], Tree]
+    watch: Watch
     admits: Callable[[Sequence[Array]], bool] | None  # see `admits_of`
     operations: list[Any]  # the program as a `CompiledOperation`, after its first use
+
+    def is_current(self) -> bool:
+        """Return whether the closure is unchanged."""
+        return self.watch.is_the_same()
 
 
 def is_admitted(program: Entry | Recorded, arguments: Arguments) -> bool:
@@ -289,10 +248,13 @@ class ProgramCache:
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         # For a signature that is interpreted, the watch of what was read before the reason was found; none if it's final.
         self._refusals: dict[Hashable, Watch] = {}
-        self.programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
+        self.programs: dict[Any, Recorded] = {}  # programs for derivatives
+        # For signatures whose programs depend on decisions (see `number_conditions`), all programs, the latest first.
+        self.variants: dict[Any, list[Any]] = {}
         self.reasons: dict[Any, str] = {}
         self._changes_arguments = False
         self.most_operations: int | None = None  # of programs; None for no limit
+        self.most_variants, self.instead = MAX_TRACES + 1, fun  # `instead`: what is called if a call isn't compiled
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
         self.asking = ""  # the line at which the function has branched on one, or used it as an index of a plain array
@@ -305,8 +267,8 @@ class ProgramCache:
         None if the function must be interpreted. Failures, which occur once per signature, are passed to `interpreted`.
         `ways`: functions that trace; the later ones are tried if the earlier ones fail.
         """
-        entry = None if self.is_refused(key) else self.entries.get(key, UNKNOWN)
-        if entry is UNKNOWN or entry is not None and not entry.is_current():
+        entry = None if self.is_refused(key) else self.known(self.entries, key, arguments)
+        if entry is UNKNOWN:
             # If an earlier call waits for its reverse pass, this pass will compile the program.
             watch = None if key in self.pending else self._watch(key, arguments)
             if watch is None:
@@ -324,11 +286,33 @@ class ProgramCache:
                 return failure
         return entry if entry is not None and is_admitted(entry, arguments) else None
 
+    def known(self, programs: dict[Any, Any], key: Hashable, arguments: Arguments) -> Any:
+        """Return the program of a call, None if the function must be interpreted, UNKNOWN if it must be traced.
+
+        `programs`: `entries` or `programs`, whose program for the key becomes the one that is returned.
+        """
+        latest = programs.get(key, UNKNOWN)
+        if latest is None or latest is UNKNOWN:
+            return latest
+        for program in self.variants.get(key, (latest,)):
+            if program.is_current() and is_admitted(program, arguments):
+                programs[key] = program
+                return program
+        variants = self.variants.get(key, ())
+        return UNKNOWN if 0 < len(variants) < self.most_variants or not latest.is_current() else None
+
+    def _store(self, programs: dict[Any, Any], key: Hashable, made: Any) -> Any:
+        if made.admits is not None and made.admits.decides:
+            self.variants[key] = [made, *[each for each in self.variants.get(key, ()) if each.is_current()]]
+        else:
+            self.variants.pop(key, None)
+        programs[key], self.attempts.changes = made, 0
+        return made
+
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
         """Trace and compile a program, and store it; `notes`: those of a run."""
-        entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes, self.most_operations), watch, traced)
-        self.attempts.changes = 0
-        return entry
+        entry = entry_of_trace(Recorder(self.exact, notes, self.most_operations), watch, traced)
+        return self._store(self.entries, key, entry)
 
     def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
         """Return the function's program, recorded once for each signature and choice of `variables`.
@@ -337,17 +321,16 @@ class ProgramCache:
         be watched; raise a FailedTrace if the trace fails.
         """
         key = "program", tuple(sorted(set(variables))), arguments.key
-        known = self.programs.get(key)
-        if known is not None and known[0].is_the_same():
-            return known[1]
+        known = self.known(self.programs, key, arguments)
+        if known is not UNKNOWN:
+            return known
         watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None
         recorder = Recorder(self.exact, most=self.most_operations)
         with raising_failures(recorder, watch):
-            made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
-        self.programs[key], self.attempts.changes = (watch, made), 0
-        return made
+            made = Recorded(*recorded(self.fun, arguments, variables, recorder), watch, admits_of(recorder), [])
+        return self._store(self.programs, key, made)
 
     @property
     def is_exhausted(self) -> bool:
@@ -447,7 +430,7 @@ class ProgramCache:
 
     def run(self, arguments: Arguments) -> Tree:
         """Call the function itself, and return new arrays, unless it changes its arguments, which may be its results."""
-        made = self.fun(*arguments.args, **arguments.kwargs)
+        made = self.instead(*arguments.args, **arguments.kwargs)
         return made if self._changes_arguments else fresh(made)
 
     def interpreted(

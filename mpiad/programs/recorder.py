@@ -36,6 +36,7 @@ from mpiad.primitives.request import Request
 from mpiad.programs.array_program import PRECISIONS
 from mpiad.programs.interpretation import Note, message_counts
 from mpiad.programs.message_numbers import channels_of, envelopes_of
+from mpiad.programs.number_conditions import is_computed
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
@@ -188,6 +189,8 @@ class Recorder:
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
+        self.decisions: dict[tuple[int, type], Any] = {}  # see `decision`; by the number of the value, and the type
+        self.condition: Any = None  # on the arguments, of a program that the trace contains; see `number_conditions`
         self.channels: set[Used] = set()
         self._outermost: FrameType | None = None  # the user's frame around the trace
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
@@ -259,6 +262,17 @@ class Recorder:
         if all(shape == () and dtype.kind in "iu" for shape, dtype in map(self.specs.__getitem__, numbers)):
             self.asked = next(iter(numbers), None)
         self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
+
+    def decision(self, x: TracedArray, kind: type, reason: str) -> Any:
+        """Return x as a bool or an index if it depends on numbers among the arguments only; else end the trace.
+
+        The program is valid for all numbers that lead to the same value. Of integers, only remainders are indices.
+        """
+        is_remainder = kind is bool or any(x.number in step.outs and step.fun is np.remainder for step in self.steps)
+        if x.shape or not is_remainder or not is_computed(self, x.number):
+            self.ask(x, reason)
+        made = self.decisions[x.number, kind] = kind(x.value)
+        return made
 
     def plain_array(self, x: Any, dtype: DTypeLike | None) -> NoReturn:
         """End the trace in failure: a traced array has no plain array."""

@@ -16,7 +16,8 @@ from autograd.tracer import Box, getval, new_box
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.programs.calls_on_tape import entry_on_tape, is_simple, require_plain
-from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, admits_all, count
+from mpiad.programs.number_conditions import admits_all
+from mpiad.programs.program_cache import UNKNOWN, Entry, FailedTrace, ProgramCache, count
 from mpiad.programs.replay import Replay
 from mpiad.programs.signature import arguments_of
 from mpiad.transport.core.tracing import note_channels, tracing
@@ -42,6 +43,7 @@ class RepeatedProgram:
 
     def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
         self.entry, self.layout, self.leaves, self.steps = entry, layout, len(leaves), layout.steps
+        self._numbers = {k: leaves[k] for k in getattr(entry.admits, "places", ())}
         self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
         self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
         # The number of arrays in the state; the place of its cotangents among those of the variables; and for each of the
@@ -51,6 +53,11 @@ class RepeatedProgram:
         if variables is not None:
             self.place = variables.index(layout.state.start)
             self.is_entry = [k in layout.entries for k in variables if k not in layout.state]
+
+    def admits(self, first: int) -> bool:
+        """Return whether a call that begins with this number may run the program."""
+        admits = self.entry.admits
+        return admits is None or not admits.decides or admits_all(admits, (first,), self._numbers)
 
     def called(self, first: int, calls: int, state: list[Array], entries: list[Array]) -> list[Array] | None:
         """Return the last state and the joined results; None if a program can't compute with these numbers."""
@@ -158,8 +165,9 @@ def prepared(
     arguments = arguments_of(tuple(given), {}, cache.asked)
     if tracing.recorder is not None or len(arguments.traced) < len(leaves):
         return None
-    entry = cache.entries.get(arguments.key if variables is None else ("reverse", tuple(variables), arguments.key))
-    if entry is None or entry.may_change or not all(entry.inside) or not entry.is_current():
+    key = arguments.key if variables is None else ("reverse", tuple(variables), arguments.key)
+    entry = cache.known(cache.entries, key, arguments)
+    if entry is None or entry is UNKNOWN or entry.may_change or not all(entry.inside):
         return None
     return RepeatedProgram(entry, layout, leaves, variables)
 

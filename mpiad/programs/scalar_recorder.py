@@ -44,6 +44,10 @@ class ScalarRecorder:
         """Refuse an operation that needs the value of x."""
         self.refuse(reason)
 
+    def decision(self, x: TracedArray, kind: type, reason: str) -> NoReturn:
+        """End the trace in failure, since the function needs the value of x."""
+        self.ask(x, reason)
+
     def require_open(self) -> None:
         """Do nothing: the arrays have no values that could be used after the trace."""
 

@@ -20,7 +20,8 @@ from mpiad.compiling.arguments import address_of
 from mpiad.compiling.commands import Commands
 from mpiad.programs.fusion import Run, root_of
 from mpiad.programs.memory_plan import SMALL
-from mpiad.programs.program_cache import Entry, admits_all, count
+from mpiad.programs.number_conditions import admits_all
+from mpiad.programs.program_cache import Entry, count
 from mpiad.programs.repeated_calls import RepeatedProgram
 from mpiad.programs.replay import Replay, Replays
 from mpiad.transport import Channel, Envelope

@@ -155,6 +155,11 @@ PYTHON_OPERATORS: dict[np.ufunc, Callable[..., object]] = {
     np.floor_divide: operator.floordiv, np.remainder: operator.mod, np.power: operator.pow, np.negative: operator.neg,
     np.positive: operator.pos, np.absolute: operator.abs,
 }  # fmt: skip
+PYTHON_COMPARISONS: dict[np.ufunc, Callable[..., object]] = {
+    np.equal: operator.eq, np.not_equal: operator.ne, np.less: operator.lt, np.less_equal: operator.le,
+    np.greater: operator.gt, np.greater_equal: operator.ge, np.bitwise_and: operator.and_, np.bitwise_or: operator.or_,
+    np.bitwise_xor: operator.xor,
+}  # fmt: skip
 
 
 def is_number_of(kind: str, x: Any) -> bool:
@@ -402,12 +407,18 @@ class TracedArray:
         """End the trace in failure: an entry is a value."""
         self.ask_for_value()
 
-    def __index__(self) -> NoReturn:
-        """End the trace in failure: an index of a list or of a plain array is a value."""
-        self.ask_for_value(_INDEX if self.shape else CONTROL_FLOW)
+    def __index__(self) -> int:
+        """Return an index of a list or of a plain array, or end the trace; see `Recorder.decision`."""
+        self.recorder.require_open()
+        return self.recorder.decision(self, int, _INDEX if self.shape else CONTROL_FLOW)
+
+    def __bool__(self) -> bool:
+        """Return what determines the function's control flow, or end the trace; see `Recorder.decision`."""
+        self.recorder.require_open()
+        return self.recorder.decision(self, bool, CONTROL_FLOW)
 
     __float__ = __int__ = __complex__ = _as_number
-    __bool__ = __round__ = tolist = item
+    __round__ = tolist = item
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -449,7 +460,7 @@ class TracedArray:
 def ask_for_integer(x: Any) -> None:
     """End the trace in failure if x is a traced integer, which determines a shape: it must be a constant."""
     if isinstance(x, TracedArray) and x.dtype.kind in "iu" and not x.shape:
-        x.__index__()
+        x.ask_for_value()
 
 
 def take(x: Array, key: Index) -> Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -124,7 +125,7 @@ class UserStepping:
         self._variables, self._build_leaves, self._form_of_leaves = list[Array](), list, None
         # The programs that were prepared since `begin_pass`, by the number of steps and the indices of the variables, and
         # those on the tape, by the number of steps; see `mpiad.programs.repeated_calls`. They stay valid in this pass.
-        self._prepared: dict[tuple[int, tuple[int, ...] | None], Any] = {}
+        self._prepared: dict[tuple[int, tuple[int, ...] | None], list[Any]] = {}
         self._on_tape: dict[int, dict[Any, Any]] = {}
         self.prepared_steps = 0  # the number of steps of a program for several steps; 0 if none is prepared
         self.args = Arguments(leaves, entries, constants)
@@ -210,8 +211,14 @@ class UserStepping:
         if count not in self._programs:
             observed = None if self._observe is None else _state_itself if observe is None else observe.jitted.fun
             key = observed, self._has_inputs, count, self._form_of_leaves
-            make = partial(_steps, step.jitted.fun, observed, self._has_inputs, count, self._build_leaves, self._names)
-            self._programs[count] = step.jitted.derived(key, make, True, calls=count)
+            others = self._has_inputs, count, self._build_leaves, self._names
+            self._programs[count] = step.jitted.derived(
+                key, partial(_steps, step.jitted.fun, observed, *others), True, calls=count
+            )
+            if count > 1:
+                # Steps one by one. The references are weak, since the compiled step has the programs.
+                observed = observed if observe is None else weakref.proxy(observe.jitted)
+                self._programs[count].replace_by(_steps(weakref.proxy(step.jitted), observed, *others))
         return self._programs[count]
 
     @property
@@ -263,7 +270,8 @@ class UserStepping:
         """Return a prepared program for some steps; None if that is impossible."""
         steps = span.stop - span.first
         length = min(self.steps_per_program, steps)
-        program = self._prepared.get((length, indices))
+        known = self._prepared.setdefault((length, indices), [])
+        program = next((each for each in known if each.admits(span.first)), None)
         if program is not None or self._count is None or steps % length or self._python_observe is not None:
             return program
         segment, given = self._program(length), args._replace(inputs=_with_steps(span, args))
@@ -273,7 +281,7 @@ class UserStepping:
         if program is not None:
             if self._observe is not None and self.build_observed is None:
                 self._observed(program.entry.build(program.entry.inside)[1])
-            self._prepared[length, indices] = program
+            known.insert(0, program)
             self.prepared_steps = length if length == self._count > 1 else self.prepared_steps
         return program
 
