@@ -480,13 +480,14 @@ class Jitted(Generic[P, R]):
 
     def _traced_operations(self, args: tuple) -> int:
         recorder = Recorder(self._cache.exact, most=self._cache.most_operations)
-        try:
-            # This raises Unknown for functions that aren't traced: they may draw random numbers.
-            watch = watch_of(self.fun, args)
-            with raising_failures(recorder, watch), suspended(body=False):
-                traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
-        except Exception:  # noqa: BLE001
-            return 0
+        with suspended(body=False):  # no exception leaves it: it would take the messages of the trace for unfinished ones
+            try:
+                # This raises Unknown for functions that aren't traced: they may draw random numbers.
+                watch = watch_of(self.fun, args)
+                with restoring_state(), raising_failures(recorder, watch):
+                    traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
+            except Exception:  # noqa: BLE001
+                return 0
         return _WITH_REVERSE_PASS * len(recorder.steps)
 
     def derived(

@@ -25,6 +25,7 @@ from mpi4py import MPI
 from scipy.sparse import csr_matrix
 
 import mpiad
+from mpiad import timestepping
 from mpiad.domain import Domain
 from mpiad.transport import channel
 from mpiad.transport.world import logs_for_others
@@ -850,3 +851,28 @@ def test_arrays_of_objects_in_results(kind):
             mpiad.grad(loss_of(strict))(X)
         with pytest.raises(TypeError, match=r"can't be compiled|array of objects"):
             mpiad.jvp(loss_of(strict), X, X)
+
+
+@pytest.mark.parametrize("kind", ["condition", "shape"])
+def test_a_step_that_is_not_compiled_after_its_first_message(kind, rank, size):
+    """A trace that ends there leaves no message: here the trace that estimates how many steps a program should have."""
+    mpiad.mpi_barrier()
+    neighbors = {"dest": (rank + 1) % size, "source": (rank - 1) % size}
+
+    @mpiad.jit
+    def step(u, k, n):
+        got = mpiad.mpi_exchange(u[:1], **neighbors)
+        return 0.5 * u + 0.1 * got**2 * ((1.0 if anp.sum(got) > 0 else 2.0) if kind == "condition" else np.ones(n))
+
+    def plain(us):
+        for _ in range(6):
+            us = [0.5 * u + 0.1 * us[r - 1][:1] ** 2 for r, u in enumerate(us)]
+        return sum((u**3).sum() for u in us)
+
+    us = [np.linspace(1.0, 2.0, 3) + r for r in range(size)]
+    expected = [plain([u + 1e-30j * e * (r == rank) for r, u in enumerate(us)]).imag / 1e-30 for e in np.eye(3)]
+    loss = lambda u, n: mpiad.mpi_allreduce(anp.sum(timestepping.scan(step, u, 6, n) ** 3))  # noqa: E731
+    for _ in range(3):
+        value, gradient = mpiad.value_and_grad(loss)(us[rank], 3)
+        np.testing.assert_allclose(value, plain(us), rtol=1e-13)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-12)
