@@ -183,9 +183,9 @@ def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Arra
         return leaves
     arguments = arguments_of(tuple(given), {}, cache.asked)
     key, entry = entry_on_tape(cache, arguments, [k for k in arguments.traced if type(given[k]) in _boxes])
-    if isinstance(entry, FailedTrace):
+    if isinstance(entry, FailedTrace) and not entry.needs_run:  # else the call is interpreted, and traced again
         cache.refuse(key, entry, optional=True)
-    return given if isinstance(entry, Entry) else leaves
+    return leaves if entry is None or isinstance(entry, FailedTrace) and not entry.needs_run else given
 
 
 def _traced_state(layout: Layout, leaves: Sequence[Array]) -> Sequence[Array] | None:

@@ -1,6 +1,7 @@
 """How many programs a loop compiles: one for its first gradient, also if parts of the state are constants at first."""
 
 import math
+import sys
 
 import autograd.numpy as anp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
+from mpiad import extend
 from mpiad.programs.replay import Replays
 from mpiad.timestepping import scan
 
@@ -201,3 +203,42 @@ def test_steps_that_are_interpreted_draw_one_random_number_each(around):
     advance = (lambda u, k: same(u) + numbers.random()) if around else mpiad.jit(lambda u, k: u + numbers.random())
     expected = np.sum(np.random.default_rng(3).random(5))
     np.testing.assert_allclose(scan(advance, np.zeros(2), 5), expected, rtol=1e-14)
+
+
+@pytest.mark.unguarded
+@pytest.mark.parametrize("length", [1, 10])
+@pytest.mark.parametrize("evaluated_before", [False, True])
+@pytest.mark.parametrize("kind", ["operator", "gather"])
+def test_a_step_whose_trace_needs_a_run_is_compiled_in_gradients(kind, evaluated_before, length):
+    """With respect to a parameter only: the state is a constant in the first step, and traced in the others."""
+    double = extend.custom_operator(lambda r: 2.0 * r)
+    extend.defadjoint(double, lambda y: double(y))
+
+    def summed(u):
+        return double(u) if kind == "operator" else mpiad.mpi_scatter(mpiad.mpi_gather(2.0 * u))
+
+    def step(u, k, a):
+        for _ in range(60):  # too long for a program of several steps
+            u = u - a * summed(anp.sin(u))
+        return u
+
+    def plain(a):
+        u = START.astype(complex)
+        for _ in range(60 * length):
+            u = u - a * 2.0 * np.sin(u)
+        return COMM.allreduce(np.sum(u**2))
+
+    jitted, frames = mpiad.jit(step, strict=True), []
+    loss = lambda a: mpiad.mpi_allreduce(anp.sum(scan(jitted, START, length, a) ** 2))  # noqa: E731
+    if evaluated_before:
+        loss(0.001)
+    gradient = mpiad.grad(loss, shared=True)
+    for k in range(5):
+        sys.setprofile(lambda frame, event, _: frames.append(frame.f_code) if event == "call" else None)
+        try:
+            made = gradient(0.001)
+        finally:
+            sys.setprofile(None)
+        assert made == pytest.approx(plain(0.001 + 1e-30j).imag / 1e-30, rel=1e-12)
+        assert k < 2 or step.__code__ not in frames
+        frames.clear()
