@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import builtins
 import dis
-import operator
 import sys
 from abc import ABCMeta, get_cache_token
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
@@ -42,12 +41,11 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array
 from mpiad.compiling.bytecode import (
     Unknown,
     attributes_of_results,
@@ -57,6 +55,7 @@ from mpiad.compiling.bytecode import (
     reads_of_first_argument,
     reads_of_super,
 )
+from mpiad.compiling.watch import MISSING, Place, Watch, content_of, is_writable, parts_of, text_of
 
 # Functions that read objects that the code doesn't name.
 _HIDDEN_READS = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "__import__"})
@@ -97,14 +96,6 @@ _OF_ENUMS = _OF_CLASSES | vars(IntEnum("_", ())).keys()
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
 
 
-class MISSING:
-    """The value recorded for a variable or attribute that doesn't exist, such as one read in a branch that isn't taken."""
-
-
-# An expression in the user's code, as the function in which it is, None for a member of a class, and the names in it.
-_Place: TypeAlias = "tuple[FunctionType | None, tuple[str, ...]]"
-
-
 class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
@@ -113,17 +104,17 @@ class FunctionReader:
     )
 
     def __init__(self) -> None:
-        self.path: tuple[_Place, ...] = ()  # the expression that is being read, after those from which it was reached
+        self.path: tuple[Place, ...] = ()  # the expression that is being read, after those from which it was reached
         # The names in the code, and the methods and properties of classes whose names haven't occurred, with their paths.
         self._occurring = set(_OF_PROTOCOLS)
         self._are_all_read = False  # whether code may read attributes whose names it doesn't contain
-        self._pending: dict[str, list[tuple[tuple[_Place, ...], Any]]] = {}
+        self._pending: dict[str, list[tuple[tuple[Place, ...], Any]]] = {}
         self._kinds: set[type] = {partial}  # classes of values that were read, and the one of a constant library
 
     @property
     def reading(self) -> str:
         """The expression in the user's code that is being read."""
-        return _text_of(self.path)
+        return text_of(self.path)
 
     @property
     def origin(self) -> str:
@@ -149,14 +140,18 @@ class FunctionReader:
     def container(self, value: Any, parts: list[Any]) -> None:
         """Record a container; its parts are read afterwards."""
 
+    def members(self, value: type) -> None:
+        """Record the namespace of a class; its members are read afterwards."""
+        self.container(vars(value), parts_of(vars(value)))
+
     def function(self, value: FunctionType) -> None:
         """Record a user's function; the objects that it uses are read afterwards."""
 
     def variable(self, cell: CellType, value: object) -> None:
         """Record the value of a variable of an enclosing function."""
 
-    def name(self, names: Mapping[str, Any], name: str) -> None:
-        """Record the object of a name in a namespace, or that the name is missing."""
+    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
+        """Record the object of a name in a namespace, that of the class `owner` or a dict, or that the name is missing."""
 
     def library_object(self, value: object) -> None:
         """Record an instance of a class of a constant library."""
@@ -344,7 +339,7 @@ class FunctionReader:
         for base in value.__mro__:
             if self.is_constant(base) or base.__module__ in ("abc", "enum", "typing") or base is SimpleNamespace:
                 continue
-            self.container(vars(base), parts_of(vars(base)))
+            self.members(base)
             generated = _OF_ENUMS if isinstance(base, EnumType) else _OF_CLASSES
             generated |= _OF_NAMED_TUPLES if "_field_defaults" in vars(base) else frozenset()
             for name, member in vars(base).items():
@@ -435,12 +430,12 @@ class FunctionReader:
                 return _UNFOLLOWED  # an attribute of the built-in base class, or an item of a dictionary
             raise Unknown(_COMPUTED)
         # The namespace in which the attribute is found, and the namespaces searched before it.
-        for names in (own, *(base.__dict__ for base in bases)):
-            self.name(names, name)
+        for names, owner in ((own, None), *((base.__dict__, base) for base in bases)):
+            self.name(names, name, owner)
             if name in names:
                 break
             if is_missing:
-                self.name(names, "__getattr__")
+                self.name(names, "__getattr__", owner)
         return own.get(name, common)
 
     # ---- constant libraries
@@ -498,11 +493,6 @@ def _require_repeatable(name: str) -> None:
         raise Unknown(f"{name}, whose result may differ in the next call")
 
 
-def _text_of(path: tuple[_Place, ...]) -> str:
-    fun, names = path[-1] if path else (None, ())
-    return " in ".join(filter(None, (".".join(names), fun and fun.__qualname__)))
-
-
 def _cells(fun: FunctionType) -> dict[str, CellType]:
     return dict(zip(fun.__code__.co_freevars, fun.__closure__ or ()))
 
@@ -512,25 +502,6 @@ def _slots_of(kind: type) -> list[str]:
     """Return the names of the slots of a class written in Python, and of a `defaultdict`."""
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
     return [name for members in classes for name, x in members.items() if isinstance(x, MemberDescriptorType)]
-
-
-def parts_of(container: Any) -> list[Any]:
-    """Return the objects in a container; for a dictionary, its keys and values."""
-    if isinstance(container, partial):
-        return [container.func, container.args, container.keywords]
-    if isinstance(container, slice):
-        return [container.start, container.stop, container.step]
-    if isinstance(container, (dict, MappingProxyType)):
-        return [*container, *container.values()]
-    return list(container)
-
-
-def content_of(cell: CellType) -> Any:
-    """Return the value of a variable of an enclosing function; MISSING if none has been assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 def with_values_of_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
@@ -562,32 +533,6 @@ def assigns_outside(code: CodeType) -> bool:
     return bool(assigned & set(code.co_freevars)) or any(assigns_outside(x) for x in code.co_consts if type(x) is CodeType)
 
 
-# Bitwise comparison of arrays: each call compares all writable arrays in the closure.
-
-_FEW_BYTES = 50_000  # up to which copies take less time than comparing the arrays
-
-
-def same_bits(x: Array, y: Array) -> bool:
-    """Return whether two arrays have the same bits."""
-    if x is y:
-        return True
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
-        return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
-    word = np.uint8 if x.nbytes % 8 else np.int64
-    return np.array_equal(np.asarray(x).reshape(-1).view(word), np.asarray(y).reshape(-1).view(word))
-
-
-def is_writable(x: object) -> bool:
-    """Return whether an array, or the array of which it is a view, is writable."""
-    while isinstance(x, np.ndarray):
-        if x.flags.writeable:
-            return True
-        x = x.base
-    return x is not None  # memory not owned by NumPy
-
-
 _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
@@ -596,66 +541,6 @@ _MAX_OBJECTS = 2000
 
 class HoldsTraced(Exception):
     """Raised for a traced value of an enclosing derivative, which can't be a constant of a program."""
-
-
-class Watch:
-    """The conditions under which a closure is unchanged."""
-
-    def __init__(self) -> None:
-        self._terms: list[str] = []
-        self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
-        self.arrays: list[tuple[Array, Array]] = []  # writable arrays, and copies of them
-        # For conditions that the function may violate itself, the expressions that are read, and functions that restore
-        # the objects, None for members of a class.
-        self._changeable: list[tuple[str, tuple[_Place, ...], Callable[[], object] | None]] = []
-        self._paths_of_arrays: list[tuple[_Place, ...]] = []
-
-    def note(self, term: str, *values: Any) -> str:
-        """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
-        names = [f"x{len(self._values) + k}" for k in range(len(values))]
-        self._values.update(zip(names, values))
-        self._terms.append(term.format(*names))
-        return self._terms[-1]
-
-    def add_array(self, x: Array, path: tuple[_Place, ...]) -> None:
-        """Add the condition that the contents of a writable array are unchanged."""
-        self.arrays.append((x, x.copy()))
-        self._paths_of_arrays.append(path)
-
-    def note_changeable(
-        self, path: tuple[_Place, ...], restore: Callable[[], object] | None, term: str, *values: Any
-    ) -> None:
-        """Add a condition as `note`; see `changed`."""
-        self._changeable.append((self.note(term, *values), path, restore))
-
-    def changed(self, restore: bool) -> str:
-        """Return the expression of the first variable, container or array that has changed; restore all of them, if asked.
-
-        Return "" if nothing has changed, or if an object that has changed can't be restored.
-        """
-        changed = [(path, undo) for term, path, undo in self._changeable if not eval(term, self._values)]
-        for (array, copy), path in zip(self.arrays, self._paths_of_arrays):
-            if not same_bits(array, copy):
-                changed.append((path, partial(array.__setitem__, ..., copy) if array.flags.writeable else None))
-        if not all(undo for _, undo in changed):
-            return ""
-        for _, undo in changed if restore else ():
-            undo()  # type: ignore[misc]
-        return _text_of(changed[0][0]) if changed else ""
-
-    def without_arrays(self) -> Watch:
-        """Return a watch that doesn't compare the contents of arrays, which may be large."""
-        watch = Watch()
-        watch._terms, watch._values = self._terms, self._values
-        return watch
-
-    @cached_property
-    def is_the_same(self) -> Callable[[], bool]:
-        """A function that checks all conditions, generated as one expression for speed."""
-        places = range(len(self.arrays))
-        terms = [*self._terms, *[f"same_bits(array{k}, copy{k})" for k in places]]
-        arrays = {f"{name}{k}": x for k in places for name, x in zip(("array", "copy"), self.arrays[k])}
-        return eval(f"lambda: {' and '.join(terms) or 'True'}", self._values | arrays)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
@@ -712,7 +597,7 @@ class _WatchReader(FunctionReader):
         # Names: those of the communicators' methods, and those of attributes that are read from unknown objects, with the
         # places of the latter.
         self._communicating: set[str] = set()
-        self._names: dict[str, tuple[_Place, ...]] = {}
+        self._names: dict[str, tuple[Place, ...]] = {}
         self._noted: set[tuple[int, str]] = set()  # the names in namespaces, by `id`, that have a condition
         self._without_attributes: list[FunctionType] = []
         self._asks_for_attributes = False  # whether code may find out that an object hasn't an attribute
@@ -743,16 +628,17 @@ class _WatchReader(FunctionReader):
 
     def array(self, value: np.ndarray) -> None:
         if is_writable(value):
-            self.watch.add_array(value, self.path)
+            self.watch.note_array(self.path, value)
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if not isinstance(value, (tuple, frozenset, slice, partial)):
-            restore = None if isinstance(value, MappingProxyType) else partial(_refill, value, parts)
-            term = "same_parts({0}, {1})" if parts else "not {0}"
             path = self.path
             if path and len(names := path[-1][1]) > 1 and hasattr(type(value), names[-1]):
                 path = (*path[:-1], (path[-1][0], names[:-1]))  # without the container's method
-            self.watch.note_changeable(path, restore, term, value, parts)
+            self.watch.note_container(path, value)
+
+    def members(self, value: type) -> None:
+        self.watch.note_container(self.path, vars(value), value)
 
     def function(self, value: FunctionType) -> None:
         same = "{0}.__code__ is {1} and {0}.__defaults__ is {2} and {0}.__kwdefaults__ is {3}"
@@ -764,20 +650,13 @@ class _WatchReader(FunctionReader):
                 self._names[name] = (*self.path, (value, (name,)))
 
     def variable(self, cell: CellType, value: object) -> None:
-        restore, change = partial(_fill, cell, value), self.watch.note_changeable
-        if value is MISSING:
-            change(self.path, restore, "{0}({1}) is gone", content_of, cell)
-        else:
-            change(self.path, restore, "{0}.cell_contents is {1}", cell, value)
+        self.watch.note_variable(self.path, cell, value)
 
-    def name(self, names: Mapping[str, Any], name: str) -> None:
+    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
         self._asks_for_attributes |= name in ("getattr", "hasattr")
         if (id(names), name) not in self._noted:
             self._noted.add((id(names), name))
-            value = names.get(name, MISSING)
-            restore = partial(_set_name, names, name, value) if isinstance(names, dict) else None
-            term = f"{{0}}({name!r}, gone) is {{1}}"
-            self.watch.note_changeable(self.path, restore, term, names.get, value)
+            self.watch.note_name(self.path, names, name, owner)
 
     def other(self, value: object) -> None:
         if type(value) in _boxes:
@@ -817,8 +696,7 @@ class _WatchReader(FunctionReader):
                 self.watch.note("{0}() == {1}", get_cache_token, get_cache_token())
 
     def slot(self, value: object, name: str, part: object) -> None:
-        restore, term = partial(_set_slot, value, name, part), f"getattr({{0}}, {name!r}, gone) is {{1}}"
-        self.watch.note_changeable(self.path, restore, term, value, part)
+        self.watch.note_slot(self.path, value, name, part)
 
     def attribute(self, value: Any, name: str) -> Any:
         if not _is_communicator(value):
@@ -882,7 +760,7 @@ class _Survey(_WatchReader):
         self.function(fun)
         super().read_first_argument(fun, value)
 
-    def name(self, names: Mapping[str, Any], name: str) -> None:
+    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
         if name == "print":
             self.effect = self.effect or PRINTS
 
@@ -907,40 +785,3 @@ def _changes(code: CodeType, is_method: bool) -> bool:
 
 def _is_communicator(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "mpi4py" and hasattr(value, "Get_rank")
-
-
-def _same_parts(container: Any, parts: list[Any]) -> bool:
-    found = parts_of(container)
-    return len(found) == len(parts) and all(map(operator.is_, found, parts))
-
-
-# What `Watch.changed` does to restore an object.
-
-
-def _refill(container: Any, parts: list[Any]) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        for key, value in zip(parts, parts[len(parts) // 2 :]):
-            container[key] = value
-    elif isinstance(container, set):
-        container.update(parts)
-    else:
-        container.extend(parts)
-
-
-def _fill(cell: CellType, value: object) -> None:
-    if value is not MISSING:
-        cell.cell_contents = value
-    elif content_of(cell) is not MISSING:
-        del cell.cell_contents
-
-
-def _set_name(names: dict[str, Any], name: str, value: object) -> None:
-    if value is MISSING:
-        names.pop(name, None)
-    else:
-        names[name] = value
-
-
-def _set_slot(owner: object, name: str, value: object) -> None:
-    object.__delattr__(owner, name) if value is MISSING else object.__setattr__(owner, name, value)

@@ -140,7 +140,7 @@ class _ValueReader(FunctionReader):
     def function(self, value: FunctionType) -> None:
         self.entries.append(value.__code__)
 
-    def name(self, names: Mapping[str, Any], name: str) -> None:
+    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
         self.entries.append(name)
 
     def library_object(self, value: object) -> None:

@@ -25,8 +25,8 @@ import numpy as np
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval, notrace_primitives
 
-from mpiad._typing import Array, Function
-from mpiad.compiling.closure import content_of
+from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.watch import content_of
 from mpiad.differentiation.segment_sum import Segments
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
@@ -358,13 +358,30 @@ CHANGED_ARGUMENT = "it changes an argument in place: work on a copy, or write y 
 
 
 def keeping_arguments(fun: Function) -> Function:
-    """Return a function that can't be compiled if it changes traced arguments in place: the caller wouldn't see it."""
+    """Return a function that can't be compiled if it changes arguments in place: the caller wouldn't see it.
+
+    It may change lists and dicts that it returns, such as the state of a step.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        around, tracing.arguments = tracing.arguments, [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
+        given = [*args, *kwargs.values()]
+        leaves = [flatten(x)[0] for x in given]
+        around, tracing.arguments = tracing.arguments, [x for part in leaves for x in part if type(x) in _boxes]
         try:
-            return fun(*args, **kwargs)
+            made = fun(*args, **kwargs)
         finally:
             tracing.arguments = around
+        for x, before in zip(given, leaves):
+            after = flatten(x)[0] if isinstance(x, (list, dict, tuple)) else before
+            is_same = len(after) == len(before) and all(map(operator.is_, after, before))
+            if not is_same and tracing.recorder is not None and not _contains(made, x):
+                tracing.recorder.refuse(CHANGED_ARGUMENT)
+        return made
 
     return called
+
+
+def _contains(tree: Tree, part: object) -> bool:
+    if tree is part or not isinstance(tree, (list, tuple, dict)):
+        return tree is part
+    return any(_contains(x, part) for x in (tree.values() if isinstance(tree, dict) else tree))

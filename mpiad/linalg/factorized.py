@@ -24,7 +24,8 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.compiling.closure import Unknown, Watch, same_bits, watch_of
+from mpiad.compiling.closure import Unknown, watch_of
+from mpiad.compiling.watch import Watch, same_bits
 from mpiad.differentiation import make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together

@@ -19,7 +19,8 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function
-from mpiad.compiling.closure import MISSING, assigns_outside, content_of
+from mpiad.compiling.closure import assigns_outside
+from mpiad.compiling.watch import MISSING, content_of
 from mpiad.pytrees import is_variable
 from mpiad.transport.core.tracing import tracing
 

@@ -15,7 +15,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.compiling.closure import Watch
+from mpiad.compiling.watch import Watch
 from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.in_place import assign, keeping_arguments
@@ -69,7 +69,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
             return _called_as_operation(cache, arguments, cache.program(arguments, boxed))
         except FailedTrace as error:
             failure = error
-        retrace = lambda watch, notes: cache.program(arguments, boxed, watch)  # noqa: E731
+        retrace = lambda watch, notes: cache.program(arguments, boxed, watch, after_run=True)  # noqa: E731
     if failure is not None and cache.asks(arguments, failure):
         return called_on_tape(cache, arguments_of(arguments.args, arguments.kwargs, cache.asked), derived)
     return cache.interpreted(key, arguments, failure, retrace, optional=key[0] == "program")

@@ -22,8 +22,9 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.compiling.closure import PRINTS, HoldsTraced, Watch, may_communicate, survey, watch_of
+from mpiad.compiling.closure import PRINTS, HoldsTraced, may_communicate, survey, watch_of
 from mpiad.compiling.source import indented
+from mpiad.compiling.watch import Watch
 from mpiad.primitives.operation import suspended
 from mpiad.programs.alike_functions import CHANGED, Form, Parts, Template, Templates, is_unchanged, token
 from mpiad.programs.array_program import operation_of

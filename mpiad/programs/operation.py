@@ -21,7 +21,7 @@ from autograd.core import JVPNode, VJPNode
 from autograd.tracer import Box, new_box
 
 from mpiad._typing import Array
-from mpiad.compiling.closure import Watch
+from mpiad.compiling.watch import Watch
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, conformed, spec_like

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
-from mpiad.differentiation.in_place import CHANGED_ARGUMENT
+from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
+from mpiad.compiling.watch import Watch
+from mpiad.differentiation.in_place import CHANGED_ARGUMENT, keeping_arguments
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.interpretation import Interpretation, Note
 from mpiad.programs.number_conditions import admits_of
@@ -50,6 +52,7 @@ from mpiad.transport.world import level_of_repeats
 
 Retrace: TypeAlias = Callable[[Watch, Sequence[Note]], object]
 MAX_TRACES = 32  # maximum number of traces of one function
+_MOST_CHANGES = 4  # of the closure by traces for one signature
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
@@ -115,6 +118,7 @@ class FailedTrace(Exception):
 
     def __init__(self, recorder: Recorder, watch: Watch, error: BaseException):
         self.recorder, self.watch, self.error = recorder, watch, error
+        self.is_undone = False  # whether the trace's changes of the closure were undone
 
     @property
     def needs_run(self) -> bool:
@@ -136,13 +140,14 @@ class ChangedClosure(Abandoned):
 
 
 @contextmanager
-def raising_failures(recorder: Recorder, watch: Watch) -> Iterator[Recorder]:
+def raising_failures(recorder: Recorder, watch: Watch, after_run: bool = False) -> Iterator[Recorder]:
     """Raise a FailedTrace for exceptions in a trace, or changes of the closure; return the trace's recorder.
 
-    The changes are undone, since the function makes them again when it is interpreted.
+    The changes are undone, since the function makes them again when it is interpreted. `after_run`: whether the function
+    has run since the watch was made.
     """
     failure = None
-    if not watch.is_the_same() and (changed := watch.changed(restore=False)):  # by a run after which the function is traced
+    if after_run and not watch.is_the_same() and (changed := watch.changed(restore=False)):
         raise FailedTrace(recorder, watch, ChangedClosure(changed))
     try:
         with np.errstate(all="ignore"):  # the numbers in a trace are arbitrary
@@ -151,19 +156,23 @@ def raising_failures(recorder: Recorder, watch: Watch) -> Iterator[Recorder]:
         raise
     except (Abandoned, Exception) as error:  # noqa: BLE001
         failure = FailedTrace(recorder, watch, error)
-    is_raised = failure is not None and failure.is_raised_by_user
-    if not is_raised and not watch.is_the_same() and (changed := watch.changed(restore=True)):
+    if not watch.is_the_same() and (changed := watch.changed(restore=True)):
         failure = failure or FailedTrace(recorder, watch, ChangedClosure(changed))
+        failure.is_undone = not calls.is_raised_by_handler(failure.error)
     if failure is not None:
         raise failure from None
 
 
-def entry_of_trace(recorder: Recorder, watch: Watch, traced: Traced, kept: Iterable[int] = ()) -> Entry:
+def entry_of_trace(
+    recorder: Recorder, watch: Watch, traced: Traced, kept: Iterable[int] = (), after_run: bool = False
+) -> Entry:
     """Compile the trace made by ``traced(recorder, watch)``; raise a FailedTrace if that fails."""
-    with raising_failures(recorder, watch):
+    with raising_failures(recorder, watch, after_run):
         made = traced(recorder, watch)
-    with raising_failures(recorder, watch):
+    try:
         return Entry(recorder, *made, watch, kept)
+    except Exception as error:  # noqa: BLE001
+        raise FailedTrace(recorder, watch, error) from None
 
 
 def optional_program(fun: Function, arguments: Arguments, objects: Sequence[Any]) -> Entry | None:
@@ -182,7 +191,7 @@ def traced_parts(fun: Function, arguments: Arguments, recorder: Recorder) -> tup
     """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
     with recorder:
         args, kwargs = arguments.build(recorder.arguments(arguments))
-        leaves, build = flatten(fun(*args, **kwargs))
+        leaves, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         recorder.check_results(leaves)
     return [leaves], build
 
@@ -236,8 +245,7 @@ class Attempts:
 
     traces: int = 0
     warned: bool = False
-    changes: int = 0  # traces in a row that have changed the closure
-    reason: str = ""  # why the functions aren't traced again
+    reason: str = ""  # why the functions aren't traced again, if it isn't only the number of traces
 
 
 class ProgramCache:
@@ -252,7 +260,7 @@ class ProgramCache:
         # For signatures whose programs depend on decisions (see `number_conditions`), all programs, the latest first.
         self.variants: dict[Any, list[Any]] = {}
         self.reasons: dict[Any, str] = {}
-        self._changes_arguments = False
+        self._changes_arguments, self._changes = False, Counter[Hashable]()  # `_changes`: of the closure, by signature
         self.most_operations: int | None = None  # of programs; None for no limit
         self.most_variants, self.instead = MAX_TRACES + 1, fun  # `instead`: what is called if a call isn't compiled
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
@@ -280,7 +288,7 @@ class ProgramCache:
                     break
                 except FailedTrace as error:
                     failure = error
-                    if error.is_raised_by_user:
+                    if error.is_raised_by_user or error.is_undone:
                         return error
             else:
                 return failure
@@ -306,15 +314,18 @@ class ProgramCache:
             self.variants[key] = [made, *[each for each in self.variants.get(key, ()) if each.is_current()]]
         else:
             self.variants.pop(key, None)
-        programs[key], self.attempts.changes = made, 0
+        programs[key] = made
         return made
 
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
         """Trace and compile a program, and store it; `notes`: those of a run."""
-        entry = entry_of_trace(Recorder(self.exact, notes, self.most_operations), watch, traced)
+        recorder = Recorder(self.exact, notes, self.most_operations)
+        entry = entry_of_trace(recorder, watch, traced, after_run=notes is not None)
         return self._store(self.entries, key, entry)
 
-    def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
+    def program(
+        self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None, after_run: bool = False
+    ) -> Recorded | None:
         """Return the function's program, recorded once for each signature and choice of `variables`.
 
         `variables` are positions of leaves; `watch`: that of this call, if there is one. Return None if the closure can't
@@ -328,7 +339,7 @@ class ProgramCache:
         if watch is None:
             return None
         recorder = Recorder(self.exact, most=self.most_operations)
-        with raising_failures(recorder, watch):
+        with raising_failures(recorder, watch, after_run):
             made = Recorded(*recorded(self.fun, arguments, variables, recorder), watch, admits_of(recorder), [])
         return self._store(self.programs, key, made)
 
@@ -446,7 +457,7 @@ class ProgramCache:
             if self.strict and key in self.reasons:
                 raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
             return made
-        if failure.is_raised_by_user and not failure.recorder.communicates:
+        if failure.is_raised_by_user and not failure.recorder.communicates and not failure.is_undone:
             raise failure.error
         self._changes_arguments |= CHANGED_ARGUMENT in str(failure.error)
         interpretation = Interpretation()
@@ -473,19 +484,21 @@ class ProgramCache:
     def fail(self, key: Hashable, arguments: Arguments, failure: FailedTrace, optional: bool = False) -> None:
         """Handle the failure of a trace after the function has run: later calls are interpreted, or traced otherwise."""
         if failure.is_raised_by_user:
+            if failure.is_undone:  # the function, or its adjoint, raises again
+                return
             raise failure.error
         if not self.asks(arguments, failure):
             self.refuse(key, failure, optional)
 
     def refuse(self, key: Hashable, failure: FailedTrace, optional: bool = False) -> None:
-        """Interpret later calls with a signature, unless this trace is the first to change the closure: a cache, say."""
+        """Interpret later calls with a signature, but not after the first changes of its closure: they may fill a cache."""
         if not isinstance(failure.error, ChangedClosure):
             self.give_up(key, failure.error, optional, failure.watch)
-        elif self.attempts.changes:
-            self.attempts.traces, self.attempts.reason = MAX_TRACES, str(failure.error)  # further calls change it, too
-            self.give_up(key, failure.error, optional)
         else:
-            self.attempts.changes += 1
+            self.attempts.reason = str(failure.error)
+            self._changes[key] += 1
+            if self._changes[key] >= _MOST_CHANGES:
+                self.give_up(key, failure.error, optional)
 
     def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""

@@ -28,8 +28,9 @@ from numpy.typing import DTypeLike
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
-from mpiad.compiling.closure import computes_as_ndarray, is_writable, same_bits
+from mpiad.compiling.closure import computes_as_ndarray
 from mpiad.compiling.numpy_functions import rule_of
+from mpiad.compiling.watch import is_writable, same_bits
 from mpiad.differentiation.advice import SUMS
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.primitives.request import Request

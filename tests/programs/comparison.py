@@ -7,7 +7,8 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
-from mpiad.compiling.closure import Unknown, Watch
+from mpiad.compiling.closure import Unknown
+from mpiad.compiling.watch import Watch
 from mpiad.programs import program_cache
 
 ROUNDING = {False: 1e-9, True: 1e-3}

@@ -1,6 +1,7 @@
 """Functions that change objects from outside have Python's effects: each change occurs once, with Python's values."""
 
 import collections
+import functools
 import types
 
 import autograd.numpy as anp
@@ -18,10 +19,39 @@ LAST = None
 halved = mpiad.jit(lambda u: anp.sin(u) * 0.5)
 
 
+class Odd(dict):
+    """A dict with methods of its own, which restoring mustn't call."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key * 2, value)
+
+    def __iter__(self):
+        return iter(())
+
+    def clear(self):
+        raise NotImplementedError
+
+
+class Backwards(list):
+    def __iter__(self):
+        return reversed([*super().__iter__()])
+
+
 def changes():
     """Return, by kind, a function that changes an object, and a function that returns what the object contains."""
     log, kept, counts, table = {}, [], [0], np.zeros(3)
     owner = types.SimpleNamespace(seen={}, total=0.0)
+    shared, odd, backwards = [0], Odd(), Backwards()
+    table_of_view = np.zeros(3)
+    view = table_of_view[1:]
+    view.flags.writeable = False
+    frozen, masked = types.MappingProxyType(settings := {"n": 0}), np.ma.array(np.zeros(3), mask=[False, True, False])
+    masked.harden_mask()
+
+    class Counted:
+        number = 0
+        log = []  # noqa: RUF012
+
     numbers, last_two, ordered = set(), collections.deque(maxlen=2), collections.OrderedDict()
     total, latest = 0, None
 
@@ -69,7 +99,40 @@ def changes():
         nonlocal latest
         latest = u
 
+    def in_partial(k, u, held):
+        held[0] += 1
+
+    def in_subclass(k, u):
+        odd["x"] = u
+
+    def in_sequence(k, u):
+        backwards.append(u)
+
+    def in_class(k, u):
+        Counted.number += 1
+        Counted.log.append(u)
+
+    def in_class_only_stored(k, u):
+        Counted.latest = u
+
+    def through_view(k, u):
+        table_of_view[2] += view[1] + 1
+
+    def in_proxy(k, u):
+        settings["n"] += 1 + 0 * frozen["n"]
+
+    def in_masked(k, u):
+        masked[0] += 1
+
     return {
+        "partial": (functools.partial(in_partial, held=shared), lambda: shared),
+        "subclass of dict": (in_subclass, lambda: dict.copy(odd)),
+        "subclass of list": (in_sequence, lambda: [list.__getitem__(backwards, k) for k in range(len(backwards))]),
+        "class": (in_class, lambda: [Counted.number, *Counted.log]),
+        "stored in a class": (in_class_only_stored, lambda: Counted.latest),
+        "view": (through_view, lambda: table_of_view),
+        "proxy": (in_proxy, lambda: settings),
+        "masked": (in_masked, lambda: masked.data),
         "dict": (in_dict, lambda: log),
         "alias": (in_alias, lambda: log),
         "list": (in_list, lambda: kept),
@@ -178,6 +241,87 @@ def test_a_cache_that_is_filled_in_the_first_call_is_compiled():
     assert list(tables) == [5]
 
 
+def test_a_cache_with_an_entry_per_shape_is_compiled():
+    tables = {}
+
+    @mpiad.jit
+    def fun(x):
+        if len(x) not in tables:
+            tables[len(x)] = np.arange(len(x)) + 1.0
+        return anp.sum(tables[len(x)] * x**2)
+
+    for n in (7, 6, 5, 4, 7, 6, 5, 4):
+        x = np.linspace(0.0, 1.0, n)
+        np.testing.assert_allclose(fun(x), np.sum((np.arange(n) + 1.0) * x**2), rtol=1e-14)
+        np.testing.assert_allclose(mpiad.grad(fun)(x), 2.0 * (np.arange(n) + 1.0) * x, rtol=1e-14)
+    assert not fun.is_interpreted and "program" in str(fun.program(np.ones(4)))
+
+
+def test_a_variable_that_is_deleted():
+    found = []
+
+    def outer(fun):
+        y = None
+
+        def inner(x):
+            nonlocal y
+            y = x * 2.0
+            made = y + 1.0
+            del y
+            return made
+
+        f = fun(inner)
+        for k in range(5):
+            y = k
+            found.append(f(X))
+
+    outer(mpiad.jit)
+    np.testing.assert_allclose(found, [2 * X + 1.0] * 5, rtol=1e-15)
+
+
+def test_arguments_that_are_changed():
+    def fun(x, c):
+        c["n"] += 1
+        c["last"] = x
+        return x * c["n"]
+
+    for derivative in (lambda f: f, lambda f: mpiad.jacobian(f)):
+        jitted, given = mpiad.jit(fun), {"n": 0, "last": None}
+        for k in range(1, 5):
+            made = derivative(lambda x, jitted=jitted, given=given: jitted(x, given))(X)
+            np.testing.assert_allclose(made, k * (X if np.ndim(made) == 1 else np.eye(5)), rtol=1e-15)
+            assert given["n"] == k and np.array_equal(mpiad.stop_gradient(given["last"]), X)
+
+
+def test_a_changed_argument_may_be_returned():
+    @mpiad.jit
+    def step(state):
+        state["u"] = anp.sin(state["u"])
+        return state
+
+    state = {"u": X, "v": [1.0]}
+    for _ in range(4):
+        state = step(state)
+    np.testing.assert_allclose(state["u"], np.sin(np.sin(np.sin(np.sin(X)))), rtol=1e-14)
+    assert not step.is_interpreted
+
+
+def test_no_traced_values_are_kept_before_an_exception():
+    kept = []
+
+    def step(u, k):
+        kept.append(u * 1.0)
+        if k == 2:
+            raise KeyError("of the third step")
+        return u * 0.5
+
+    for fun in (mpiad.jit(step), lambda u, k: mpiad.jit(step)(u, k)):
+        kept.clear()
+        with pytest.raises(KeyError, match="of the third step"):
+            scan(fun, X, 12)
+        np.testing.assert_allclose(kept, [X, X / 2, X / 4], rtol=1e-15)
+
+
 def test_strict_names_what_is_changed():
     kept = []
 
@@ -187,9 +331,9 @@ def test_strict_names_what_is_changed():
         return x * 2.0
 
     with pytest.raises(TypeError, match=r"can't be compiled: it changes kept in .*fun, which it hasn't created"):
-        for _ in range(2):
+        for _ in range(4):
             fun(X)
-    assert len(kept) == 2
+    assert len(kept) == 4
 
 
 def test_changes_before_an_exception_of_the_function_stay():

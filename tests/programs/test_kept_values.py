@@ -62,18 +62,24 @@ AROUND = {
 }
 
 
+@pytest.mark.parametrize("fun", [keeping, keeping_in_class])
 @pytest.mark.parametrize("use", USES)
-def test_in_a_dict_it_has_its_value(use):
+def test_it_has_its_value(use, fun):
     KEPT.clear()
-    made, expected = USES[use][0](keeping), USES[use][1]
+    Kept.y = None
+    made, expected = USES[use][0](fun), USES[use][1]
     np.testing.assert_allclose(getval(made), expected, rtol=1e-15)
 
 
-@pytest.mark.parametrize("use", USES)
-def test_in_a_class_it_raises_with_the_line_and_what_to_write(use):
-    Kept.y = None
+def test_what_an_adjoint_keeps_raises_with_the_line_and_what_to_write():
+    kept = []
+    double = mpiad.extend.custom_operator(lambda x: 2.0 * x)
+    mpiad.extend.defadjoint(double, lambda g: (kept.append(g), 2.0 * g)[1])
+    gradient = mpiad.grad(mpiad.jit(lambda x: anp.sum(double(x) ** 2)))
+    for _ in range(4):
+        np.testing.assert_allclose(gradient(X), 8.0 * X, rtol=1e-14)
     with pytest.raises(RuntimeError, match=r"test_kept_values.py:\d+ in .* Return the value .*, y, kept = f\(x\)"):
-        USES[use][0](keeping_in_class)
+        print([g + 1.0 for g in kept])
 
 
 @pytest.mark.parametrize("around", AROUND)

@@ -318,21 +318,32 @@ def place_in_dump(stack: str) -> str:
     return ""
 
 
-def is_raised_by_user(error: BaseException) -> bool:
-    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code."""
+def is_raised_by_handler(error: BaseException) -> bool:
+    """Return whether an exception was raised by a signal handler."""
     trace = error.__traceback__
     while trace is not None:
-        frame, last = trace.tb_frame, trace.tb_lasti
+        frame = trace.tb_frame
         # Python passes the interrupted frame to a signal handler.
         given = frame.f_locals.values() if _kind(frame.f_code) != 1 else ()
         parts = [part for x in given for part in (x if type(x) is tuple else (x,))]
         if frame.f_back is not None and any(part is frame.f_back for part in parts):
             return True
         trace = trace.tb_next
+    return False
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code."""
+    if is_raised_by_handler(error):
+        return True
     # User code may raise one of these because a traced array has an unexpected type.
     if error.__traceback__ is None or isinstance(error, (TypeError, AttributeError, AssertionError, NotImplementedError)):
         return False
-    return _kind(frame.f_code) == 0 and frame.f_code.co_code[last] == opmap["RAISE_VARARGS"]
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    return _kind(code) == 0 and code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def is_caught(frame: FrameType | None, outermost: FrameType | None) -> bool:
