@@ -364,21 +364,30 @@ def keeping_arguments(fun: Function) -> Function:
     """
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        leaves = [flatten(x)[0] for x in given]
-        around, tracing.arguments = tracing.arguments, [x for part in leaves for x in part if type(x) in _boxes]
+        given = leaves_of([*args, *kwargs.values()])
+        around, tracing.arguments = tracing.arguments, [x for _, part in given for x in part if type(x) in _boxes]
         try:
             made = fun(*args, **kwargs)
         finally:
             tracing.arguments = around
-        for x, before in zip(given, leaves):
-            after = flatten(x)[0] if isinstance(x, (list, dict, tuple)) else before
-            is_same = len(after) == len(before) and all(map(operator.is_, after, before))
-            if not is_same and tracing.recorder is not None and not _contains(made, x):
-                tracing.recorder.refuse(CHANGED_ARGUMENT)
+        refuse_changes(given, made)
         return made
 
     return called
+
+
+def leaves_of(args: Sequence[Tree]) -> list[tuple[Tree, list[Any]]]:
+    """Return a function's arguments with their leaves, for `refuse_changes`."""
+    return [(x, flatten(x)[0]) for x in args]
+
+
+def refuse_changes(given: list[tuple[Tree, list[Any]]], made: Tree) -> None:
+    """End a trace in failure if the function has changed a list or dict that it doesn't return."""
+    for x, before in given:
+        after = flatten(x)[0] if isinstance(x, (list, dict, tuple)) else before
+        is_same = len(after) == len(before) and all(map(operator.is_, after, before))
+        if not is_same and tracing.recorder is not None and not _contains(made, x):
+            tracing.recorder.refuse(CHANGED_ARGUMENT)
 
 
 def _contains(tree: Tree, part: object) -> bool:

@@ -26,7 +26,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
 from mpiad.compiling.watch import Watch
-from mpiad.differentiation.in_place import CHANGED_ARGUMENT, keeping_arguments
+from mpiad.differentiation.in_place import CHANGED_ARGUMENT, leaves_of, refuse_changes
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.interpretation import Interpretation, Note
 from mpiad.programs.number_conditions import admits_of
@@ -191,7 +191,10 @@ def traced_parts(fun: Function, arguments: Arguments, recorder: Recorder) -> tup
     """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
     with recorder:
         args, kwargs = arguments.build(recorder.arguments(arguments))
-        leaves, build = flatten(keeping_arguments(fun)(*args, **kwargs))
+        given = leaves_of([*args, *kwargs.values()])
+        made = fun(*args, **kwargs)
+        refuse_changes(given, made)
+        leaves, build = flatten(made)
         recorder.check_results(leaves)
     return [leaves], build
 

@@ -151,9 +151,9 @@ def test_calls_take_one_trace_per_branch():
     jitted = mpiad.jit(lambda u, k: every_fifth(u, k, 0.7))
     original = mpiad.programs.program_cache.entry_of_trace
 
-    def counted(*args):
+    def counted(*args, **options):
         traces.append(args)
-        return original(*args)
+        return original(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpiad.programs.program_cache, "entry_of_trace", counted)
