@@ -36,8 +36,8 @@ def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
         args = [f"v{x.number}" if type(x) is Ref else f"c{out}" for x in step.args]
         lines.append(f"v{out} = f{out}({', '.join(args)})")
         divides = step.fun in (np.true_divide, np.floor_divide, np.remainder) and type(step.args[1]) is Ref
-        if kinds[out] == "i" and step.fun is not np.power:  # as in `is_number_of`: Python's integers are of one type
-            checks.append(f"{-(2**63)} <= v{out} < {2**63}")
+        if kinds[out] == "i" and step.fun is not np.power:  # loops compute them as floats
+            checks.append(f"{-(2**53)} <= v{out} <= {2**53}")
         elif divides or step.fun is np.power:
             checks.append(f"is_number_of({kinds[out]!r}, v{out})")
     checks += [f"{kind.__name__}(v{n}) == {value}" for (n, kind), value in recorder.decisions.items()]

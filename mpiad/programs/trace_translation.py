@@ -51,6 +51,10 @@ from mpiad.programs.traced_array import (
 )
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
+# Functions of integers up to this limit that loops compute with floats; `admits_of` checks the limit.
+_OF_INTEGERS = frozenset(
+    {np.add, np.subtract, np.multiply, np.negative, np.positive, np.absolute, np.remainder, np.floor_divide}
+)
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]], kept: Iterable[int] = ()) -> ArrayProgram:
@@ -71,6 +75,8 @@ class _Translation:
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()
         self.nodes: dict[int, int] = {}
+        self._floats: dict[int, int] = {}  # see `_as_float`
+        self._is_single = any(dtype in (np.float32, np.complex64) for _, dtype in recorder.specs)
         for number in recorder.inputs:
             shape, dtype = recorder.specs[number]
             self.nodes[number] = self.program.input(shape, dtype)
@@ -197,12 +203,9 @@ class _Translation:
                 if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
-            # An integer argument is read as a float; another integer, such as the number of a later step, becomes one.
-            integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
-            if node.dtype.kind in "iu" and not node.shape and not integer:
-                call = Step("call", np.add, (Slot(0), 0.0), {}, (), self.program.site)  # type: ignore[arg-type]
-                return self.value(self.program.add("call", [x.number], (), np.dtype(np.float64), call))
-            if not integer and x.dtype not in COMPUTED:
+            if node.dtype.kind in "iu" and not node.shape:
+                return self._as_float(x.number)
+            if x.dtype not in COMPUTED:
                 raise Unsupported
             return x
         if isinstance(x, (bool, np.bool_)):
@@ -213,6 +216,24 @@ class _Translation:
             kind = np.result_type(real, np.complex64) if isinstance(x, complex) else real
             return self.value(self.program.number(x, (), x.dtype if isinstance(x, np.inexact) else kind))
         raise Unsupported
+
+    def _as_float(self, n: int) -> Value:
+        """Return an integer as a float, which loops compute if it is a Python number such as that of a later step."""
+        program, node = self.program, self.program.nodes[n]
+        if node.kind == "input" and node.dtype.kind == "i":  # loops read it as a float
+            return self.value(n)
+        if n not in self._floats:
+            step: Any = node.data
+            if n in program.weak and node.kind == "call" and step.fun in _OF_INTEGERS and not self._is_single:
+                args = [self._as_float(node.inputs[x.place]) if type(x) is Slot else float(x) for x in step.args]
+                dtype, self.dtype = self.dtype, np.dtype(float)
+                made = self.computed(step.fun, *args)
+                self.dtype = dtype
+            else:
+                call = Step("call", np.add, (Slot(0), 0.0), {}, (), program.site)  # type: ignore[arg-type]
+                made = self.value(program.add("call", [n], (), np.dtype(np.float64), call))
+            self._floats[n] = made.number
+        return self.value(self._floats[n])
 
     def value(self, number: int) -> Value:
         """Return a node as a value."""

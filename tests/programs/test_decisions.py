@@ -254,3 +254,35 @@ def test_messages_of_some_steps(rank, size):
             np.testing.assert_allclose(value, plain(*x), rtol=1e-12)
             np.testing.assert_allclose(gradient, derivatives(of_rank, x[rank]), rtol=1e-11)
     assert not step.is_interpreted
+
+
+OF_NUMBERS = {
+    "sum": lambda x, k: x * (k + 3),
+    "products": lambda x, k: x + (2 * k - 7) * k * 0.5,
+    "remainder": lambda x, k: anp.where(k % 12 == 11, x, 2.0 * x),
+    "quotient": lambda x, k: anp.where(-k // 5 > -3, x, x - k // 7),
+    "comparison": lambda x, k: x * (k + 1 > 4) + (abs(-k - 2) <= 6),
+    "single": lambda x, k: x.astype(np.float32) * (k + 1),
+    "row": lambda x, k: x * TABLE[(k + 2) % 4],
+}
+TABLE = np.arange(20.0).reshape(4, 5) ** 2
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", OF_NUMBERS)
+def test_numbers_are_computed_as_by_python(kind):
+    """Loops compute the integers of a step with floats, which are exact up to 2**53."""
+    fun = OF_NUMBERS[kind]
+    exact = mpiad.jit(fun, exact=True)
+    for k in [*range(-13, 40), 2**24 + 1, 2**53 - 5, 2**53 + 1, 2**60 + 1, -(2**53) - 3]:
+        made, expected = exact(X, k), fun(X, k)
+        assert made.dtype == expected.dtype
+        np.testing.assert_array_equal(made, expected)
+    jitted = mpiad.jit(fun)
+    made = scan(jitted, X, 40) if kind != "single" else None
+    if made is not None:
+        expected = X
+        for k in range(40):
+            expected = fun(expected, k)
+        np.testing.assert_allclose(made, expected, rtol=1e-13)
+    assert exact.is_interpreted is False
