@@ -77,6 +77,9 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
         raise ValueError(
             f"segment_sum: values and segments must have the same length, but got shapes {shape} and {numbers.shape}."
         )
+    # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
+    if _recorder(numbers) is not None:
+        return add_segments(values, (numbers, int(count)))
     return add_segments(values, Segments(numbers, int(count), checked=False))
 
 
@@ -183,15 +186,19 @@ def _added(values: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:
 
 
 @primitive
-def add_segments(values: LocalArray, segments: Segments) -> LocalArray:
-    """Return the sums of the segments' entries, differentiable with respect to `values`."""
-    return segments(values)
+def add_segments(values: LocalArray, segments: Segments | tuple[Array, int]) -> LocalArray:
+    """Return the sums of the segments' entries, differentiable with respect to `values`; `segments`: or its arguments."""
+    return _segments_of(segments)(values)
 
 
 @primitive
-def take_segments(sums: LocalArray, segments: Segments) -> LocalArray:
+def take_segments(sums: LocalArray, segments: Segments | tuple[Array, int]) -> LocalArray:
     """Return for each entry the sum of its segment: the transpose of `add_segments`."""
-    return segments.taken(sums)
+    return _segments_of(segments).taken(sums)
+
+
+def _segments_of(segments: Segments | tuple[Array, int]) -> Segments:
+    return Segments(*segments, checked=False) if isinstance(segments, tuple) else segments
 
 
 defvjp(add_segments, lambda ans, values, segments: lambda g: take_segments(g, segments))

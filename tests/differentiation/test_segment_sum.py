@@ -103,6 +103,20 @@ def test_in_compiled_functions(rest):
         jitted(x, np.array([0, 1, 9, 0, 0, 0, 0, 0, 0]))
 
 
+def test_programs_of_second_derivatives_get_the_segments_as_an_argument():
+    """Of Σ (A x)⁴ / 12, compiled: the Hessian is Aᵀ diag((A x)²) A, with the matrix A of each call."""
+    x, v = random(len(SEGMENTS), "f8"), random(len(SEGMENTS), "f8", 1)
+    jitted = mpiad.jit(lambda x, segments: anp.sum(mpiad.segment_sum(x, segments % COUNT, COUNT) ** 4) / 12, strict=True)
+    for segments in (SEGMENTS, SEGMENTS[::-1].copy(), SEGMENTS + COUNT):
+        a = np.eye(COUNT)[:, segments % COUNT]
+        product = a.T @ ((a @ x) ** 2 * (a @ v))
+        np.testing.assert_allclose(mpiad.hvp(jitted, objective="sum")(x, segments, v), product, rtol=1e-13, atol=1e-14)
+        at_x = mpiad.make_hvp(jitted, objective="sum")(x, segments)
+        np.testing.assert_allclose(at_x.product(np.stack([v, 2 * v]), batch=True)[1], 2 * product, rtol=1e-13, atol=1e-14)
+    programs = [*jitted._cache.entries.values(), *jitted._cache.programs.values()]
+    assert programs and None not in programs
+
+
 @pytest.mark.parametrize("rest", [(), (3,)], ids=str)
 def test_on_devices(rest):
     x = random((len(SEGMENTS), *rest), "f8")
