@@ -30,6 +30,8 @@ class Batched:
         self.old, self.lanes, self.program = program, lanes, ArrayProgram()
         self.numbers: dict[int, int] = {}  # of the nodes in the new program
         self.with_lanes = set(program.inputs[residuals:])  # nodes that depend on the cotangents
+        # The nodes of all lanes, for sends, which have no result, and for requests.
+        self._of_lanes: dict[int, list[int]] = {}
         self.program.constants = program.constants
         for n in program.inputs:
             node = program.nodes[n]
@@ -95,7 +97,7 @@ class Batched:
             name, axes = node.data
             return program.add("reduce", inputs, shape, node.dtype, (name, tuple([axis + 1 for axis in axes])))
         if node.kind == "communicate":
-            return self._communication(node, shape)
+            return self._communication(n, node, shape)
         if node.kind != "call":
             raise NotImplementedError
         step = _per_lane(node.data, [x in self.with_lanes for x in node.inputs], self.lanes)
@@ -110,14 +112,14 @@ class Batched:
             elif node.kind in ("view", "join", "update"):
                 operands += node.inputs
 
-    def _communication(self, node: Node, shape: Shape) -> int:
+    def _communication(self, n: int, node: Node, shape: Shape) -> int:
         call: Step = node.data
-        first, *others = node.inputs or (-1,)
-        if call.kind not in ("communicate", "operate") or call.args[:1] != (Slot(0),) or node.dtype not in COMPUTED:
+        if call.kind not in ("communicate", "operate") or node.dtype not in COMPUTED and node.dtype != object:
             raise NotImplementedError
         if not call.combined:
-            return self._communication_per_lane(node)
-        if call.kind == "communicate" and is_numbered(call.args[1]):
+            return self._communication_per_lane(n, node)
+        first, *others = node.inputs or (-1,)
+        if call.args[:1] != (Slot(0),) or node.dtype == object or call.kind == "communicate" and is_numbered(call.args[1]):
             raise NotImplementedError
         # The cotangent of a result on which nothing depends is the number zero. Interpreted lanes send it per lane, too.
         is_zero = first not in self.with_lanes and self.old.nodes[first].kind == "number"
@@ -126,16 +128,22 @@ class Batched:
         inputs = [self._over_lanes(first), *[self.numbers[x] for x in others]]
         return self.program.add("communicate", inputs, shape, node.dtype, call)
 
-    def _communication_per_lane(self, node: Node) -> int:
+    def _communication_per_lane(self, n: int, node: Node) -> int:
         program, made = self.program, list[int]()
         for lane in range(self.lanes):
-            inputs = [self.numbers[x] for x in node.inputs]
-            for k, x in enumerate(node.inputs):
-                if x in self.with_lanes:
-                    inputs[k] = program.reshape(program.slice(inputs[k], 0, lane, lane + 1), self.old.nodes[x].shape)
-            x = program.add("communicate", inputs, node.shape, node.dtype, node.data)
-            made.append(program.reshape(x, (1, *node.shape)))
-        return program.join(made, 0)
+            inputs = [self._of_lane(x, lane) for x in node.inputs]
+            made.append(program.add("communicate", inputs, node.shape, node.dtype, node.data))
+        if node.dtype == object:
+            self._of_lanes[n] = made
+            return made[0]
+        return program.join([program.reshape(x, (1, *node.shape)) for x in made], 0)
+
+    def _of_lane(self, n: int, lane: int) -> int:
+        if n not in self.with_lanes:
+            return self.numbers[n]
+        if n in self._of_lanes:
+            return self._of_lanes[n][lane]
+        return self.program.reshape(self.program.slice(self.numbers[n], 0, lane, lane + 1), self.old.nodes[n].shape)
 
 
 def _per_lane(call: Step, with_lanes: Sequence[bool], lanes: int) -> Step:

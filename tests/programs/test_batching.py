@@ -107,13 +107,21 @@ def test_products_with_the_hessian(programs, rank, size, rank_rng):
     assert len(programs) == 2 * is_compiled(rank) and None not in programs
 
 
-@pytest.mark.parametrize("kind", ["exchange", "sum", "scan"])
+@pytest.mark.parametrize("kind", ["exchange", "send", "isend", "sum", "scan"])
 def test_messages_that_are_not_combined(kind, programs, rank, size, rank_rng):
     """Each direction has its own messages, in the order of the interpreted function."""
 
+    after, before = (rank + 1) % size, (rank - 1) % size
+
     def communicated(cube):
         if kind == "exchange":
-            return mpiad.mpi_exchange(cube, (rank + 1) % size, (rank - 1) % size)
+            return mpiad.mpi_exchange(cube, after, before)
+        if kind == "send":
+            mpiad.mpi_send(cube, after)
+            return mpiad.mpi_recv(np.zeros(2), before)
+        if kind == "isend":
+            received, sent = mpiad.mpi_irecv(np.zeros(2), before), mpiad.mpi_isend(cube, after)
+            return mpiad.mpi_waitall([received, sent])[0]
         return mpiad.mpi_sum(cube) if kind == "sum" else mpiad.mpi_scan(cube)
 
     def fun(x):
@@ -124,7 +132,7 @@ def test_messages_that_are_not_combined(kind, programs, rank, size, rank_rng):
         y = sum([x**2 for x in xs])
 
         def received(sent):
-            if kind == "exchange":
+            if kind in ("exchange", "send", "isend"):
                 return [sent[r - 1] for r in range(size)]
             return [sum(sent) * (r == 0) if kind == "sum" else sum(sent[: r + 1]) for r in range(size)]
 
