@@ -4,15 +4,18 @@ A method is written as array code of one iteration, ``iteration(system, *state)`
 `System`, whose calls of the user's functions are checked. A trace passes a `TracedSystem`, and runs the user's functions
 once, on traced arrays. The program is the same for all solves with an operator that reads the same objects, at any values
 of its params.
+
+If only a run can tell the shape of a message, as for a gather, an iteration is interpreted and traced with its notes. The
+program checks the shapes; if one differs, since other ranks have other numbers of rows, the iteration is interpreted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -21,11 +24,11 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
-from mpiad.programs.interpretation import message_counts
+from mpiad.programs.interpretation import Interpretation, Note, message_counts
 from mpiad.programs.message_numbers import envelopes_of, numbers_of
-from mpiad.programs.program_cache import Entry, optional_program
-from mpiad.programs.program_cache import count as count_communications
+from mpiad.programs.program_cache import Entry, FailedTrace, count, optional_program
 from mpiad.programs.recorder import Recorder
+from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.transport import Channel
 from mpiad.transport.core import calls
@@ -75,26 +78,39 @@ class TracedSystem:
 
 class _Program(NamedTuple):
     entry: Entry
-    # The messages of the operator that aren't repeated, and the message counts before them in the trace.
+    # The messages of the operator that aren't repeated, the message counts before them in the trace, and their notes.
     messages: list[Any]
     counts: Mapping[Channel, Counts]
+    notes: list[Note]
 
 
-class _Known(NamedTuple):
+@dataclass(eq=False)
+class _Known:
+    """The objects that an operator reads, and its programs; `compiled`: similar operators whose programs ran rarely."""
+
     key: tuple
     read: tuple
-    programs: dict[tuple, _Program | None]  # by iteration, shape and dtype; None if the iteration can't be compiled
-    runs: count[int]  # counts the interpreted iterations
-    is_compiled: bool
+    compiled: list[_Known]
+    # By iteration, shape and dtype; None if the iteration can't be compiled.
+    programs: dict[tuple, _Program | None] = field(default_factory=dict)
+    runs: int = 0  # the number of iterations, except those that can't be compiled
+    needs_notes: bool = False  # whether only a run can tell some shapes; see `mpiad.programs.interpretation`
 
     def is_current(self) -> bool:
         compiled = [program.entry for program in self.programs.values() if program is not None]
         return not compiled or compiled[0].is_current()  # all of them read the same objects
 
+    def is_due(self) -> bool:
+        """Return whether to compile an iteration: after some runs, unless similar operators were compiled in vain."""
+        self.compiled[:] = [known for known in self.compiled if known.runs < _RUNS_TO_PAY]
+        return self.runs > _FIRST_RUNS and (any(self.programs.values()) or len(self.compiled) < _MOST_UNPAID)
+
 
 _FIRST_RUNS = 200  # iterations with an operator that are interpreted, since compilation takes as long as several hundred
 _MOST_KNOWN = 16
-_MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, that are compiled; more are interpreted
+# Of operators with the same code and shapes, but other objects, few are compiled before one of them has run so often that
+# its compilation has saved time: each solve may have a new one.
+_MOST_UNPAID, _RUNS_TO_PAY = 4, 800
 _known: list[_Known] = []  # the latest first
 _NO_PARAMS = arguments_of((), {})
 
@@ -110,42 +126,90 @@ class Operator:
     comm: Comm
     side: str | None
     _counts: Mapping[Channel, Counts]  # the message counts before the functions of this solve were made
+    transposed: bool  # whether they are derived from those of the user, whose messages take place when they are made
+    _is_noted: bool = False  # whether `_notes` are those of these messages
+    _notes: list[Note] = field(default_factory=list)
+    _before: Any = None  # the message counts before the last run of a program that may raise `Changed`
+
+    def noting(self) -> AbstractContextManager:
+        """Return the context in which the functions of this solve are made."""
+        if not self.transposed or self._known is None or not self._known.needs_notes:
+            return nullcontext()
+        made = Interpretation()
+        self._is_noted, self._notes = True, made.notes
+        return made
 
     def program(self, iteration: Iteration, state: tuple) -> Function | None:
         """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""
         known = self._known
-        if known is None or not known.is_compiled:
+        if known is None:
             return None
         key = iteration, state[0].shape, state[0].dtype
         if key not in known.programs:
-            if next(known.runs) < _FIRST_RUNS:
+            known.runs += 1
+            if known.needs_notes or not known.is_due():
                 return None
-            system: Any = None  # in the last trace
-
-            def traced(params: Tree, *state: LocalArray) -> tuple:
-                nonlocal system
-                system = TracedSystem(self, params)
-                return iteration(system, *state)
-
-            entry = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
-            known.programs[key] = None if entry is None else _Program(entry, system.messages, system.counts)
-        program = known.programs[key]
-        if program is None:
+            self._trace(known, key, state)
+        program = known.programs.get(key)
+        if program is None or program.notes != self._notes:
             return None
         entry, numbers = program.entry, numbers_of(program.messages, program.counts, self._counts)
         note_channels(entry.channels)
         params = [self._arguments.leaves[k] for k in self._arguments.traced]
-        replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
+        replays, free, is_checked = entry.replays, entry.replays.free[not FAULT_TOLERANT], bool(entry.replays.checked)
 
         def run(*state: LocalArray) -> list[Array]:
+            if is_checked:
+                self._before = message_counts()
             replay = free.pop() if free else replays.take()
-            count_communications(entry.communications)
+            count(entry.communications)
+            known.runs += 1
             replay.numbers.known = numbers
             made = replay.first(*params, *state)
             replays.give_back(replay)
             return made
 
         return run
+
+    def _trace(self, known: _Known, key: tuple, state: tuple, notes: Sequence[Note] | None = None) -> None:
+        """Compile an iteration; `notes`: those of its interpretation, without which the trace may turn out to need them."""
+        system: Any = None  # in the last trace
+
+        def traced(params: Tree, *state: LocalArray) -> tuple:
+            nonlocal system
+            system = TracedSystem(self, params)
+            return key[0](system, *state)
+
+        notes = None if notes is None else [*self._notes, *notes]
+        try:
+            entry = optional_program(traced, arguments_of((self._params, *state), {}), self._read, notes)
+        except FailedTrace:  # without notes
+            known.needs_notes = True
+            return
+        known.needs_notes &= entry is not None  # notes cost time
+        known.programs[key] = None if entry is None else _Program(entry, system.messages, system.counts, self._notes)
+        if entry is not None and known not in known.compiled:
+            known.compiled.append(known)
+
+    def interpreted(self, iteration: Iteration, system: Any, state: tuple) -> tuple:
+        """Return ``iteration(system, *state)``; if its trace needs notes, compile it with those of this run."""
+        known, key = self._known, (iteration, state[0].shape, state[0].dtype)
+        is_unknown = self.transposed and not self._is_noted
+        if known is None or not known.needs_notes or key in known.programs or is_unknown:
+            return iteration(system, *state)
+        noted = Interpretation()
+        with noted:
+            made = iteration(system, *state)
+        self._trace(known, key, state, noted.notes)
+        return made
+
+    def continued(self, iteration: Iteration, system: Any, state: tuple, change: Changed) -> tuple:
+        """Interpret an iteration whose program has raised `Changed`, and such iterations from now on."""
+        if change.log is None or self._known is None:
+            raise change
+        self._known.programs[iteration, state[0].shape, state[0].dtype] = None
+        with Interpretation(change.log, self._before):
+            return iteration(system, *state)
 
     @cached_property
     def _arguments(self) -> Arguments:
@@ -157,14 +221,15 @@ class Operator:
         if calls.is_noting() or is_watched():  # reports contain the user's calls
             return None
         try:
-            key = self._arguments.key, self.shape, self.comm, self.side
+            key = self._arguments.key, self.shape, self.comm, self.side, self.transposed
         except TypeError:  # a param can't be compared
             return None
-        key = *key, *[getattr(fun, "__code__", type(fun)) for fun in self._read]
+        # Jitted functions have the code of the user's function.
+        key = *key, *[getattr(getattr(fun, "fun", fun), "__code__", type(fun)) for fun in self._read]
         same = [known for known in _known if known.key == key]
         found = next((known for known in same if _are_alike(known.read, self._read) and known.is_current()), None)
         if found is None:
-            found = _Known(key, self._read, {}, count(), len(same) < _MOST_ALIKE)
+            found = _Known(key, self._read, same[0].compiled if same else [])
         else:
             _known.remove(found)
         _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
@@ -177,10 +242,12 @@ def _are_alike(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_are_alike, one, other))
+    if isinstance(one, MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
     if isinstance(one, FunctionType):
         same = one.__code__ is other.__code__ and one.__globals__ is other.__globals__ and not one.__dict__ | other.__dict__
         return same and _are_alike(_parts(one), _parts(other))
-    return isinstance(one, (float, str, bool)) and one == other
+    return isinstance(one, (int, float, str, bool)) and one == other
 
 
 def _parts(fun: FunctionType) -> tuple:

@@ -90,11 +90,13 @@ class Problem(NamedTuple):
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.with_failures().failures
         counts = dict(message_counts()) if self.transposed else {}
-        apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side
         called = lambda name, fun, *args, again=None: fun(*args)  # noqa: E731 (`attempt` in a trace)
-        operator = Operator(read, params, lambda params: self._functions(params, b, called), b.shape, comm, side, counts)
+        bound = lambda params: self._functions(params, b, called)  # noqa: E731
+        operator = Operator(read, params, bound, b.shape, comm, side, counts, self.transposed)
+        with operator.noting():
+            apply, precondition = self._functions(params, b, failures.attempt)
         is_updated = getattr(self.preconditioner, "is_updated", False)  # iterations with it aren't compiled
         return System(apply, precondition, b, self.settings, failures=failures, operator=None if is_updated else operator)
 

@@ -25,6 +25,7 @@ from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import positive_count
 from mpiad.programs.function import Jitted
+from mpiad.programs.replay import Changed
 from mpiad.transport import MAX, channel
 from mpiad.transport.core.agreement import FAILURES, agreed, raise_first, raise_together, require_same
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, is_array, is_device_array, named
@@ -121,11 +122,12 @@ class System:
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self.has_inverse = False  # whether the preconditioner is the inverse, the start of an iteration
-        self._operator = operator  # from which iterations are compiled; None if they are interpreted
         self.diagnose = diagnose  # explains failures instead of `iteration.diagnosis`; collective
         self._programs: dict[tuple, Iteration] = {}  # by iteration and shape
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
+        # From which iterations are compiled; None if they are interpreted.
+        self._operator = operator if self._xp is None and self.dtype.kind == "f" else None
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
@@ -207,13 +209,18 @@ class System:
         """
         key = iteration, state[0].shape
         program = self._programs.get(key)
-        if program is None and self._operator is not None and self._xp is None and self.dtype.kind == "f":
-            program = self._operator.program(iteration, state)
-            if program is not None:
-                self._programs[key] = program
         if program is None:
-            return iteration(self, *state)
-        made = program(*state)
+            if self._operator is None:
+                return iteration(self, *state)
+            program = self._operator.program(iteration, state)
+            if program is None:
+                return self._operator.interpreted(iteration, self, state)
+            self._programs[key] = program
+        try:
+            made = program(*state)
+        except Changed as change:  # for example, other ranks have other numbers of rows than in the last solve
+            self._programs.clear()
+            return self._operator.continued(iteration, self, state, change)  # type: ignore[union-attr]
         if len(made) > 1:
             self._may_have_raised = False
             if made[-1][0]:

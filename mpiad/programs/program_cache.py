@@ -175,14 +175,27 @@ def entry_of_trace(
         raise FailedTrace(recorder, watch, error) from None
 
 
-def optional_program(fun: Function, arguments: Arguments, objects: Sequence[Any]) -> Entry | None:
-    """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
+def optional_program(
+    fun: Function, arguments: Arguments, objects: Sequence[Any], notes: Sequence[Note] | None = None
+) -> Entry | None:
+    """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`.
+
+    Without `notes`, those of a run, raise a FailedTrace if the trace needs them. Only results of communications are checked
+    in a run of the program, so that all ranks raise the same errors.
+    """
     try:
         watch = watch_of(lambda: None, (), objects)
-        entry = entry_of_trace(Recorder(), watch, lambda recorder, _: traced_parts(fun, arguments, recorder))
+        recorder = Recorder(notes=notes)
+        entry = entry_of_trace(recorder, watch, lambda recorder, _: traced_parts(fun, arguments, recorder))
+    except FailedTrace as failure:
+        if failure.needs_run and notes is None:
+            raise
+        return None
     except Exception:  # noqa: BLE001
         return None
-    if entry.admits is not None or entry.replays.last_check >= 0:
+    schedule = entry.replays.schedule
+    checked = {schedule.nodes[schedule.steps[at].node].data.kind for at in entry.replays.checked}  # type: ignore[union-attr]
+    if entry.admits is not None or not checked <= {"communicate", "settle"}:
         return None
     return entry if all(entry.inside) and entry.is_current() else None
 

@@ -59,8 +59,9 @@ class Replays:
         self.scratch = Scratch(scratch_bytes)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
-        # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
-        self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
+        # The steps whose results are compared with the trace, and the last: if they differ, the program can't continue.
+        self.checked = [at for at in range(len(schedule.steps)) if _is_checked(schedule, at)]
+        self.last_check = max(self.checked, default=-1)
         # The keys of the following dicts are `Replay.prepared`.
         actions, overlapping = (actions_of(schedule, self.texts, overlaps) for overlaps in (False, True))
         self.actions = {False: actions, True: tiled(schedule, self.texts, self.allocations, overlapping)}

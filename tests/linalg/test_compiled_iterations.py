@@ -217,6 +217,150 @@ def test_adjoint_solves_with_messages(programs, rank, size, method, kind, interp
     assert [program is None for program in programs] == len(programs) * [read != ()] and programs
 
 
+def _dense(lengths, rank):
+    """Return two matrices, the slice of this rank's rows and a right-hand side; the first matrix is symmetric."""
+    n, ends = sum(lengths), np.cumsum([0, *lengths])
+    rng = np.random.default_rng(n)
+    a = rng.standard_normal((n, n))
+    return (
+        a @ a.T + n * np.eye(n),
+        np.diag(np.arange(1.0, n + 1)),
+        slice(ends[rank], ends[rank + 1]),
+        rng.standard_normal(n),
+    )
+
+
+def _gathered(kind, u, size):
+    if kind == "allgather":
+        return mpiad.mpi_allgather(u, axis=0)
+    return anp.concatenate([mpiad.mpi_bcast(u, root) for root in range(size)])
+
+
+@METHODS
+@pytest.mark.parametrize(("kind", "interprets"), [("allgather", False), ("bcast", True)])
+@pytest.mark.unguarded
+def test_products_with_gathered_unknowns(monkeypatch, programs, rank, size, method, kind, interprets):
+    """Only a run tells how long other ranks' arrays are; dense solves, rank 1 without rows, the last may interpret."""
+    lengths = [4, 0, 3][:size]
+    read = iter(()) if interprets and rank == size - 1 else ()
+    a0, a1, own, b = _dense(lengths, rank)
+    if method != "cg":
+        a1 = a1 + np.triu(a1 @ a0 / len(b))
+    weights = 1.0 + np.arange(len(b)) ** 2
+
+    def matvec(u, rows, s):
+        return (rows + s * a1[own]) @ _gathered(kind, u, size) + len([*read])
+
+    def loss(s, rows):
+        u = solve(mpiad.jit(matvec) if read == () else matvec, b[own] * s, rows, s, method=method, rtol=1e-12)
+        return mpiad.mpi_allreduce(anp.sum(weights[own] * u**2))
+
+    def by_hand(s):
+        return np.sum(weights * np.linalg.solve(a0 + s * a1, b * s) ** 2)
+
+    interpreted, original = [], compiled_iteration.Operator.interpreted
+    spied = lambda *args: interpreted.append(args[1]) or original(*args)  # noqa: E731
+    monkeypatch.setattr(compiled_iteration.Operator, "interpreted", spied)
+    slope = lambda s: by_hand(s + 1e-20j).imag / 1e-20  # noqa: E731
+    for s in (0.5, 1.0, 0.7):
+        interpreted.clear()
+        value, gradient = mpiad.value_and_grad(lambda s: loss(s, a0[own]), shared=True)(s)
+        np.testing.assert_allclose(value, by_hand(s), rtol=1e-10)
+        np.testing.assert_allclose(gradient, slope(s), rtol=1e-9)
+        u = np.linalg.solve(a0 + s * a1, b * s)
+        adjoint = np.linalg.solve((a0 + s * a1).T, 2.0 * weights * u)
+        by_rows = mpiad.grad(loss, 1)(s, a0[own])
+        np.testing.assert_allclose(by_rows, -np.outer(adjoint, u)[own], rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(mpiad.jvp(lambda s: loss(s, a0[own]), s, 2.0)[1], 2.0 * slope(s), rtol=1e-9)
+        second = mpiad.hvp(lambda s: loss(s, a0[own]), shared=True)(s, 1.0)
+        np.testing.assert_allclose(second, (slope(s + 1e-5) - slope(s - 1e-5)) / 2e-5, rtol=1e-6)
+    assert programs and {program is None for program in programs} == {read != ()} == {interpreted != []}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("cg", "allgather"), ("gmres", "allgather"), ("gmres", "bcast"), ("bicgstab", "bcast")]
+)
+@pytest.mark.unguarded
+def test_other_ranks_with_other_numbers_of_rows(monkeypatch, programs, rank, size, method, kind):
+    """The first rank has the same shapes in all solves, and its programs are interpreted in the middle; dense solves."""
+    continued, original = [], compiled_iteration.Operator.continued
+    spied = lambda *args: continued.append(args[1]) or original(*args)  # noqa: E731
+    monkeypatch.setattr(compiled_iteration.Operator, "continued", spied)
+
+    def matvec(u, rows):
+        other = mpiad.mpi_exchange(anp.sum(u), (rank + 1) % size, (rank - 1) % size)
+        return rows @ _gathered(kind, u, size) + 0.0 * other
+
+    for lengths in ([4, 0, 3], [4, 0, 3], [4, 3, 0], [4, 0, 3], [4, 1, 2]):
+        a0, a1, own, b = _dense(lengths[:size], rank)
+        whole = a0 if method == "cg" else a0 + np.triu(a1)
+
+        def loss(b):
+            return anp.sum((1 + rank) * solve(matvec, b, whole[own], method=method, rtol=1e-12) ** 2)  # noqa: B023
+
+        gradient = mpiad.grad(loss, objective="sum")(b[own])
+        weights = 1 + np.repeat(np.arange(size), lengths[:size])
+        expected = np.linalg.solve(whole.T, 2 * weights * np.linalg.solve(whole, b))
+        np.testing.assert_allclose(gradient, expected[own], rtol=1e-9, atol=1e-11)
+    assert programs and None not in programs and bool(continued) == (rank == 0 and size == 3)
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def matvec(self, u, diagonal):
+        return self.factor * diagonal * u
+
+
+def operators(kind):
+    """Return eight operators with their factors."""
+    if kind == "methods":
+        models = [Scaled(k + 1.0) for k in range(8)]
+        return [(lambda model=model: model.matvec, model.factor) for model in models]
+    functions = [
+        lambda u, d: 1.0 * d * u, lambda u, d: d * (2.0 * u), lambda u, d: d * u * 3.0, lambda u, d: d * u + 3.0 * d * u,
+        lambda u, d: d * (u * 5.0), lambda u, d: 6.0 * (d * u), lambda u, d: d * u * 8 - d * u, lambda u, d: (8.0 * d) * u,
+    ]  # fmt: skip
+    compiled = [mpiad.jit(fun, strict=True) for fun in functions]
+    return [(lambda fun=fun: fun, k + 1.0) for k, fun in enumerate(compiled)]
+
+
+@pytest.mark.parametrize("kind", ["jit", "methods"])
+@pytest.mark.serial
+@pytest.mark.unguarded
+def test_operators_that_are_used_in_turn_are_all_compiled(monkeypatch, programs, kind):
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 20)
+    monkeypatch.setattr(compiled_iteration, "_RUNS_TO_PAY", 80)
+    d, b = np.linspace(1.0, 9.0, 12), np.sin(np.arange(12.0))
+    given = operators(kind)
+    for _ in range(20):
+        for matvec, factor in given:
+            np.testing.assert_allclose(solve(matvec(), b, d, rtol=1e-12), b / (factor * d), rtol=1e-10)
+    assert len(programs) == 16 and None not in programs
+
+
+@pytest.mark.serial
+@pytest.mark.unguarded
+def test_methods_of_an_object_that_changes(programs):
+    model, d, b = Scaled(2.0), np.linspace(1.0, 9.0, 12), np.sin(np.arange(12.0))
+    for factor in (2.0, 3.0, 3.0, 5.0):
+        model.factor = factor
+        np.testing.assert_allclose(solve(model.matvec, b, d, rtol=1e-12), b / (factor * d), rtol=1e-10)
+    assert len(programs) == 6 and None not in programs  # none for the same factor
+
+
+@pytest.mark.serial
+@pytest.mark.unguarded
+def test_operators_that_are_used_once_are_compiled_a_few_times(monkeypatch, programs):
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 8)
+    d, b = np.linspace(1.0, 9.0, 12), np.sin(np.arange(12.0))
+    for k in range(20):
+        other = d + k  # another object in the closure of each function
+        np.testing.assert_allclose(solve(lambda u: other * u, b, rtol=1e-12), b / other, rtol=1e-10)  # noqa: B023
+    assert 0 < len(programs) <= 2 * 4 and None not in programs
+
+
 def changes(rank):
     """Yield functions of u, each after a change of what it reads, with the seed and the factor of its operator."""
     read = SimpleNamespace(matrix=block(rank)[0], factor=1.0)
