@@ -25,6 +25,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Shape, Tree
+from mpiad.compiling.closure import FIELDS
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 __all__ = ["register"]  # the other names are internal
@@ -35,7 +36,6 @@ T = TypeVar("T")
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-FIELDS: dict[type, tuple[str, ...]] = {}  # the fields of registered dataclasses and named tuples
 _CLASSES: dict[str, type] = {}  # registered classes by their names in checkpoints
 
 

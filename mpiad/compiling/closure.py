@@ -3,11 +3,15 @@
 These are the function's defaults, the global variables and variables of enclosing functions that its bytecode names, and
 recursively the objects that the functions among them read. The reader follows only those attributes of the user's modules
 and objects that the code names, such as `rate` in `settings.rate`. Since the function may create objects of a class that it
-reads, the reader follows the values in the class, its special methods, and the methods and properties whose names occur in
+reads, the reader follows the special methods of the class, and the values, methods and properties whose names occur in
 any code that it follows, or all of them if code may compute such a name, as for `getattr`. So it does for the classes of
-values, such as a named tuple, a member of an enumeration or a subclass of list. Some libraries are assumed to be constant.
-A function can't be followed if it reads anything else, such as an iterator, random numbers, or, of an object that it hasn't
-created, a property or the object itself as another function's argument.
+values, such as a named tuple, a member of an enumeration or a subclass of list.
+
+An object of a class written in Python is followed as a whole if it is found in a container or is another function's
+argument, or if the code names a property of it: the members of its class as above, but methods that create objects only if
+the code may call them, and those attributes in its `__dict__` and slots whose names occur. Some libraries are assumed to be
+constant. A function can't be followed if it may reach anything else, such as an iterator, random numbers, or an object with
+state in C.
 
 Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` records
 conditions under which the objects are unchanged. A `Watch` checks them at each call of a compiled function, whose program
@@ -41,7 +45,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import Box
@@ -80,8 +84,21 @@ _BY_NAME = frozenset(
     """getattr hasattr setattr delattr vars dir attrgetter methodcaller format format_map __dict__
     __getattribute__ MATCH_CLASS asdict astuple""".split()
 )
-# Methods of users' classes that this library's functions call, and Python itself for `**`.
-_OF_PROTOCOLS = frozenset({"initial", "draw", "log_prob", "forward", "inverse", "setup", "update", "keys"})
+# Attributes of users' objects that functions of libraries read, and Python itself for `**`; and methods that the packages
+# named below call.
+_OF_PROTOCOLS = frozenset(
+    "keys shape dtype size ndim astype max min round real imag T transpose takes_blocks is_updated".split()
+)
+_OF_MODELS = frozenset("initial draw log_prob logpdf dist dim forward inverse setup update precondition".split())
+_CALLING = tuple(f"mpiad.{package}" for package in ("vi", "parallel", "inverse", "optimize", "ensemble", "linalg"))
+# Members of classes that are called only when an object is created, copied or deleted, and names in code that may do this.
+_OF_NEW_OBJECTS = frozenset(
+    """__init__ __new__ __post_init__ __init_subclass__ __class_getitem__ __set_name__ __del__ __copy__ __deepcopy__
+    __replace__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs__ __getnewargs_ex__""".split()
+)
+_CREATING, _COPYING = ("type", "__class__", "replace"), ("copy", "deepcopy")
+# Methods generated for dataclasses, which name classes, but don't create objects.
+_OF_DATACLASSES = frozenset("__eq__ __lt__ __le__ __gt__ __ge__ __repr__ __setattr__ __delattr__".split())
 # Members of classes that don't change what their objects do, or are generated for named tuples; fields in C.
 _OF_CLASSES = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__
@@ -90,10 +107,19 @@ _OF_CLASSES = frozenset(
 )
 _OF_NAMED_TUPLES = frozenset("__new__ _make _replace _asdict _fields _field_defaults __getnewargs__ __replace__".split())
 _METACLASSES, EnumType = (type, ABCMeta), type(Enum)
+FIELDS: dict[type, tuple[str, ...]] = {}  # fields that libraries read without naming them, see `mpiad.pytrees.register`
 _STATIC, _CLASS, _CACHED = staticmethod.__get__, classmethod.__get__, cached_property.__get__
 _PROPERTIES = {kind.__get__ for kind in (property, DynamicClassAttribute, type(vars(Enum)["name"]))}
 _OF_ENUMS = _OF_CLASSES | vars(IntEnum("_", ())).keys()
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType, type(namedtuple("_", "x").x))  # type: ignore[attr-defined]
+
+
+class _Objects(NamedTuple):
+    """The objects of a class that are read as a whole."""
+
+    are_all_read: bool  # whether all attributes are read
+    values: list[tuple[tuple[Place, ...], Any]]  # with the paths by which they were reached
+    names: dict[str, bool]  # the names of attributes, and whether they have been read
 
 
 class FunctionReader:
@@ -105,10 +131,12 @@ class FunctionReader:
 
     def __init__(self) -> None:
         self.path: tuple[Place, ...] = ()  # the expression that is being read, after those from which it was reached
-        # The names in the code, and the methods and properties of classes whose names haven't occurred, with their paths.
-        self._occurring = set(_OF_PROTOCOLS)
+        # The names in the code, and members of classes and objects whose names haven't occurred: paths and functions that
+        # read them.
+        self._occurring: set[str] = set(_OF_PROTOCOLS)
         self._are_all_read = False  # whether code may read attributes whose names it doesn't contain
-        self._pending: dict[str, list[tuple[tuple[Place, ...], Any]]] = {}
+        self._pending: dict[str, list[tuple[tuple[Place, ...], Callable[[], None]]]] = {}
+        self._objects: dict[type, _Objects] = {}  # that are read as a whole
         self._kinds: set[type] = {partial}  # classes of values that were read, and the one of a constant library
 
     @property
@@ -165,6 +193,9 @@ class FunctionReader:
     def slot(self, value: object, name: str, part: object) -> None:
         """Record an attribute in a slot of an object; the attribute is read afterwards."""
 
+    def attribute_names(self, value: dict[str, Any]) -> None:
+        """Record the names of the attributes in the `__dict__` of an object."""
+
     # ---- objects of all kinds
 
     def read(self, value: object) -> None:
@@ -178,6 +209,8 @@ class FunctionReader:
         if type(value) in _FUNCTIONS and _is_in(module, self.constant_modules):
             _require_repeatable(getattr(value, "__name__", ""))
             self._read_pending((getattr(value, "__name__", ""),))  # for example np.mean calls a method `mean`
+        if module.startswith(_CALLING):
+            self._read_pending(_OF_MODELS)
         path, read = self.path, _reader_for(type(value))
         try:
             self.other(value) if read is None else read(self, value)
@@ -207,13 +240,14 @@ class FunctionReader:
             mro = type(value).__mro__
             if owner not in mro:
                 raise Unknown("super() of a class")
-            self._chain(self._stored(value, name, {}, mro[mro.index(owner) + 1 :]), others)
+            found = self._stored(value, name, {}, mro[mro.index(owner) + 1 :])
+            self.read(value) if found is _UNFOLLOWED else self._chain(found, others)
         self.path = outer
 
     def read_held(self, value: object) -> None:
         """Record an object found in a function or object of a library, if it may come from the user."""
         kinds = FunctionType, MethodType, np.ndarray, *_CONTAINERS
-        is_users = callable(value) and not self.is_constant(value)
+        is_users = not self.is_constant(value) and (callable(value) or not _obstacle(type(value)))
         if isinstance(value, kinds) or is_users or self._wrapped(value) is not None:
             self.read(value)
 
@@ -236,11 +270,56 @@ class FunctionReader:
             self.read(wrapped)
         elif hasattr(type(value), "__next__"):
             raise Unknown(f"an iterator, {type(value).__name__}")
-        elif not self.is_constant(value) or type(value).__module__ == "builtins" and type(value) is not object:
+        elif not self.is_constant(value):
+            self.instance(value)
+        elif type(value).__module__ == "builtins" and type(value) is not object:
             raise Unknown(f"an object of type {type(value).__name__}")
         else:
             self._read_pending((type(value).__name__,))
             self.library_object(value)
+
+    def instance(self, value: Any) -> None:
+        """Record an object of a user's class: the class, and the attributes whose names occur in the code."""
+        kind, outer = type(value), self.path
+        if obstacle := _obstacle(kind):
+            raise Unknown(f"an object of type {kind.__name__}, {obstacle}: pass the values that are needed as arguments")
+        self.kind(value)
+        if (own := getattr(value, "__dict__", None)) is not None:
+            self.attribute_names(own)
+        objects = self._objects.get(kind)
+        if objects is None:
+            objects = self._objects[kind] = _Objects(_asks(kind, self.is_constant), [], {})
+            self._members(kind, objects.are_all_read, is_new=False)
+        objects.values.append((outer, value))
+        for name in (*(own or ()), *_slots_of(kind)):
+            if objects.names.get(name):
+                self._own(outer, value, name)
+            elif name not in objects.names:
+                objects.names[name] = False
+                read = partial(self._own_of_all, kind, name)
+                if objects.are_all_read or name[:2] == "__" or name in FIELDS.get(kind, ()):
+                    read()
+                else:  # `replace` reads all fields of a dataclass
+                    self._when_named((name, "replace") if hasattr(kind, "__dataclass_fields__") else (name,), read)
+
+    def _own_of_all(self, kind: type, name: str) -> None:
+        """Record an attribute of all objects of a class that are read as a whole."""
+        objects = self._objects[kind]
+        objects.names[name] = True
+        for path, value in [*objects.values]:
+            self._own(path, value, name)
+
+    def _own(self, path: tuple[_Place, ...], value: Any, name: str) -> None:
+        """Record an attribute in the `__dict__` or in a slot of an object."""
+        self.path = (*path, (None, (type(value).__qualname__, name)))
+        own: dict[str, Any] = getattr(value, "__dict__", {})
+        if name in own:
+            self.name(own, name)
+            self.read(own[name])
+        elif name in _slots_of(type(value)):
+            part = getattr(value, name, MISSING)
+            self.slot(value, name, part)
+            self.constant(part) if part is MISSING else self.read(part)
 
     def _enum(self, value: Enum) -> None:
         self.constant(value)
@@ -273,7 +352,8 @@ class FunctionReader:
             return
         self.function(value)
         outer = self.path
-        self._read_pending(names_in(code))
+        is_generated = code.co_filename == "<string>" and code.co_name in _OF_DATACLASSES
+        self._read_pending([name for name in names_in(code) if not is_generated or name not in ("__class__", "type")])
         if any(parts := (value.__defaults__, value.__kwdefaults__, value.__dict__)):
             self.path = (*outer, (value, ("a default or an attribute",)))
             for part in parts:
@@ -295,16 +375,24 @@ class FunctionReader:
                 self.name(vars(builtins), name)
                 self._chain(MISSING, attributes)
 
-    def _read_pending(self, names: Sequence[str]) -> None:
+    def _read_pending(self, names: Collection[str]) -> None:
         """Read the methods and properties that have one of the names in code, or of `getattr` under another name."""
         self._occurring.update(names)
         self._are_all_read |= not _BY_NAME.isdisjoint(names)
         outer = self.path
         for name in [*self._pending] if self._are_all_read else names:
-            for path, member in self._pending.pop(name, ()):
+            for path, read in self._pending.pop(name, ()):
                 self.path = path
-                self._member(member)
+                read()
         self.path = outer
+
+    def _when_named(self, names: Sequence[str], read: Callable[[], None]) -> None:
+        """Read a member of a class or object, at once if one of these names has occurred, else when it occurs."""
+        if self._are_all_read or not self._occurring.isdisjoint(names):
+            read()
+            return
+        for name in names:
+            self._pending.setdefault(name, []).append((self.path, read))
 
     def _method(self, value: MethodType) -> None:
         if self.is_constant(value.__self__):
@@ -330,13 +418,16 @@ class FunctionReader:
         self.bases(value)
         if type(value) not in (*_METACLASSES, EnumType):
             raise Unknown(f"class {value.__name__}, which has a metaclass")
-        outer = self.path
         for member in value.__members__.values() if isinstance(value, EnumType) else ():
             self.read(member)
-        # Libraries may read members of their own subclasses, and of callable objects, such as `transpose` of an operator.
-        modules = [base.__module__ for base in value.__mro__ if self.is_constant(base) or isinstance(base, EnumType)]
-        asks = modules.count("builtins") < len(modules) or any("__call__" in vars(base) for base in value.__mro__)
-        for base in value.__mro__:
+        # Libraries may read members of callable objects, such as `transpose` of an operator.
+        asks = _asks(value, self.is_constant) or any("__call__" in vars(base) for base in value.__mro__)
+        self._members(value, asks, is_new=True)
+
+    def _members(self, kind: type, asks: bool, is_new: bool) -> None:
+        """Record members of a class, all of them if a library `asks` for them; `is_new`: whether code creates objects."""
+        outer = self.path
+        for base in kind.__mro__:
             if self.is_constant(base) or base.__module__ in ("abc", "enum", "typing") or base is SimpleNamespace:
                 continue
             self.members(base)
@@ -346,26 +437,31 @@ class FunctionReader:
                 if name not in generated:
                     self.path = (*outer, (None, (base.__qualname__, name)))
                     self.read(name)
-                    is_optional = not asks and name[:2] != "__" and hasattr(type(member), "__get__")
-                    if is_optional and not self._are_all_read and name not in self._occurring:
-                        self._pending.setdefault(name, []).append((self.path, member))
+                    creates = name in _OF_NEW_OBJECTS
+                    read = partial(self._member, member, is_new or creates)
+                    if asks or name[:2] == "__" and (is_new or not creates) or is_new and name in _OF_MODELS:
+                        read()
                     else:
-                        self._member(member)
+                        copies = creates and name not in ("__init__", "__post_init__")
+                        self._when_named((name, *_CREATING * creates, *_COPYING * copies), read)
 
-    def _member(self, value: Any) -> None:
+    def _member(self, value: Any, is_new: bool) -> None:
         getter = getattr(type(value), "__get__", None)
         if getter in _PROPERTIES:
             for fun in filter(None, (value.fget, value.fset, value.fdel)):
-                self.method(fun)
+                self.method(fun, is_new)
         elif getter in (_STATIC, _CLASS) or isinstance(value, FunctionType):
-            self.method(getattr(value, "__func__", value))
+            fun = getattr(value, "__func__", value)
+            if getter is _CLASS and _uses_first_argument(fun):
+                self._read_pending(("__class__",))  # `cls` may create objects
+            self.method(fun, is_new)
         elif getter is _CACHED:
-            self.method(value.func)
+            self.method(value.func, is_new)
         elif not isinstance(value, _DESCRIPTORS):
             self.read(value)
 
-    def method(self, value: Any) -> None:
-        """Record a function that a class defines."""
+    def method(self, value: Any, is_new: bool) -> None:
+        """Record a function that a class defines; `is_new`: whether the code has created the object."""
         self.read(value)
 
     def function_of_class(self, value: FunctionType) -> None:
@@ -428,6 +524,8 @@ class FunctionReader:
         elif getter or is_missing and _is_computed(type(value), name, own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
                 return _UNFOLLOWED  # an attribute of the built-in base class, or an item of a dictionary
+            if not is_missing and not isinstance(value, (type, *_VALUES)) and not _obstacle(type(value)):
+                return _UNFOLLOWED  # a property or a slot
             raise Unknown(_COMPUTED)
         # The namespace in which the attribute is found, and the namespaces searched before it.
         for names, owner in ((own, None), *((base.__dict__, base) for base in bases)):
@@ -486,6 +584,33 @@ def computes_as_ndarray(kind: type) -> bool:
 def _is_computed(kind: type, name: str, own: Mapping[str, Any]) -> bool:
     """Return whether an attribute that isn't stored may exist: by `__getattr__`, in the class of a class, by `super()`."""
     return name.startswith("__") or "__getattr__" in own or hasattr(kind, "__getattr__") or hasattr(kind, name)
+
+
+def _uses_first_argument(fun: Any) -> bool:
+    """Return whether a function may use its first argument otherwise than to read attributes."""
+    try:
+        return () in reads_of_first_argument(fun.__code__)
+    except (AttributeError, Unknown):
+        return True
+
+
+def _asks(kind: type, is_constant: Callable[[object], bool]) -> bool:
+    """Return whether a class is derived from one of a library, whose functions may read all members."""
+    return any(is_constant(base) and base.__module__ != "builtins" or isinstance(base, EnumType) for base in kind.__mro__)
+
+
+def _obstacle(kind: type) -> str:
+    """Return the reason that objects of a class aren't followed as a whole; "" if they are."""
+    if type(kind) not in _METACLASSES:
+        return "whose class has a metaclass"
+    if hasattr(kind, "__getattr__") or kind.__getattribute__ not in _STANDARD_LOOKUPS:
+        return "whose class computes attributes in __getattr__ or __getattribute__"
+    if hasattr(kind, "__get__"):
+        return "a descriptor"
+    references = len(_slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    if kind.__itemsize__ or kind.__basicsize__ > object.__basicsize__ + references * tuple.__itemsize__:
+        return "whose state isn't stored in attributes"  # but in C
+    return ""
 
 
 def _require_repeatable(name: str) -> None:
@@ -623,7 +748,8 @@ class _WatchReader(FunctionReader):
             return True
         self._known[id(value)] = value
         if len(self._known) > _MAX_OBJECTS:
-            raise Unknown("too many objects")
+            text = f"there are more than {_MAX_OBJECTS} objects: pass arrays of their values as arguments"
+            raise Unknown(text)
         return False
 
     def array(self, value: np.ndarray) -> None:
@@ -686,17 +812,26 @@ class _WatchReader(FunctionReader):
         if (id(value), "") not in self._noted:
             self._noted.add((id(value), ""))
             self.watch.note("type({0}) is {1}", value, type(value))
+            if (own := getattr(value, "__dict__", None)) is not None:
+                self.watch.note("{0}.__dict__ is {1}", value, own)
         self.bases(type(value))
 
     def bases(self, value: type) -> None:
         if (id(value), "") not in self._noted:
             self._noted.add((id(value), ""))
             self.watch.note("{0}.__mro__ is {1}", value, value.__mro__)
+            for base in value.__mro__:  # a new descriptor in a class takes precedence over attributes
+                if not self.is_constant(base) and (id(base), "names") not in self._noted:
+                    self._noted.add((id(base), "names"))
+                    self.watch.note("len({0}) == {1}", vars(base), len(vars(base)))
             if type(value) is ABCMeta:  # changes if a class is registered as a subclass
                 self.watch.note("{0}() == {1}", get_cache_token, get_cache_token())
 
     def slot(self, value: object, name: str, part: object) -> None:
         self.watch.note_slot(self.path, value, name, part)
+
+    def attribute_names(self, value: dict[str, Any]) -> None:
+        self.watch.note_attribute_names(self.path, value)
 
     def attribute(self, value: Any, name: str) -> Any:
         if not _is_communicator(value):
@@ -747,9 +882,13 @@ class _Survey(_WatchReader):
         if _changes(value.__code__, value in self._methods) or assigns_outside(value.__code__):
             self.effect = f"assigns variables or attributes in {value.__qualname__}"
 
-    def method(self, value: Any) -> None:
-        self._methods.add(value)
-        super().method(value)
+    def method(self, value: Any, is_new: bool) -> None:
+        if is_new:
+            self._methods.add(value)
+        elif isinstance(value, FunctionType):
+            self._methods.discard(value)
+            self.function(value)
+        super().method(value, is_new)
 
     def function_of_class(self, value: FunctionType) -> None:
         if self.path[-1][0] in self._methods:  # of the same object

@@ -143,6 +143,9 @@ class _ValueReader(FunctionReader):
     def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
         self.entries.append(name)
 
+    def instance(self, value: Any) -> None:
+        raise Unknown(f"an object of type {type(value).__name__}")
+
     def library_object(self, value: object) -> None:
         slots = [kind.__dict__.get("__slots__") for kind in type(value).__mro__[:-1]]
         if not hasattr(value, "__dict__") and None in slots:

@@ -123,6 +123,11 @@ class Watch:
         term = self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, value)
         self._changeable.append((term, path, partial(_set_name, names if owner is None else owner, name, value)))
 
+    def note_attribute_names(self, path: tuple[Place, ...], names: dict[str, Any]) -> None:
+        """Add the condition that an object has the same attributes in its `__dict__`."""
+        term = self.note("[*{0}] == {1}", names, [*names])
+        self._changeable.append((term, path, partial(_drop, names, frozenset(names))))
+
     def note_slot(self, path: tuple[Place, ...], owner: object, name: str, value: object) -> None:
         """Add the condition that an attribute refers to the same object."""
         term = self.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", owner, value)
@@ -225,6 +230,11 @@ def _set_name(owner: Any, name: str, value: object) -> None:
         owner.pop(name, None)
     else:
         owner[name] = value
+
+
+def _drop(names: dict[str, Any], kept: frozenset[str]) -> None:
+    for name in names.keys() - kept:
+        del names[name]
 
 
 def _set_slot(owner: object, name: str, value: object) -> None:

@@ -35,7 +35,11 @@ VALUE = "class Value({0}):\n    def {2}: return {3}\nV = Value({1})"
 CLASS = "class Value:\n    def __init__(self, x=1.0): self.x = x\n    {}"
 METHOD, NEW, PARAMETER = "method(self)", "FACTOR = 3.0", "@dataclasses.dataclass\nclass Value:\n    u: typing.Any\n"
 NAMED = "class Value(typing.NamedTuple):\n    u: typing.Any\n    def __mul__(self, y): return self.u * FACTOR * y\n"
+OBJECT = "class Model:\n    rate = 2.0\n    def __call__(self, x): return self.rate * np.sum(x**2)\nM = Model()\n"
 COMPILED = [
+    (OBJECT + "G = autograd.grad(M)", "G(x)", "M.rate = 3.0"),
+    (OBJECT + "G = mpiad.value_and_grad(M)", "G(x)[1]", "M.rate = 3.0"),
+    (OBJECT + "G = numpy.vectorize(M)", "x * G(numpy.ones(3))", "M.rate = 3.0"),
     (MODE.format("Enum", 1.0), "x * called(Mode.ON)", NEW),
     (MODE.format("IntEnum", 1), "x * [called(mode) for mode in (Mode.ON,)][0]", NEW),
     ("class Mode(enum.Enum):\n    ON = numpy.ones(3)", "x * [m.value for m in [Mode.ON]][0]", "Mode.ON.value[0] = 5.0"),
@@ -80,15 +84,11 @@ OF_ARGUMENTS = [
 DESCRIPTOR = (
     "class D({0}):\n    def __get__(self, *args): return {1}\nclass Value:\n    rate = D(lambda self: 1.0)\nV = Value()"
 )
-OBJECT = "class Model:\n    rate = 2.0\n    def __call__(self, x): return self.rate * np.sum(x**2)\nM = Model()\n"
 REFUSED = [
     (DESCRIPTOR.format("property", "FACTOR"), "x * Value().rate", NEW),
     (DESCRIPTOR.format("staticmethod", "lambda: FACTOR"), "x * Value().rate()", NEW),
     (DESCRIPTOR.format("staticmethod", "lambda: FACTOR"), "x * V.rate()", NEW),
     (DESCRIPTOR.format("functools.cached_property", "FACTOR"), "x * Value().rate", NEW),
-    (OBJECT + "G = autograd.grad(M)", "G(x)", "M.rate = 3.0"),
-    (OBJECT + "G = mpiad.value_and_grad(M)", "G(x)[1]", "M.rate = 3.0"),
-    (OBJECT + "G = numpy.vectorize(M)", "x * G(numpy.ones(3))", "M.rate = 3.0"),
     ("double = numpy.frompyfunc(lambda v: v * FACTOR, 1, 1)", "x * double(numpy.ones(3)).astype(float)", NEW),
     ("", "x * type(A()).__subclasses__()[0]().method()", "B.method = lambda self: 9.0"),
     (
