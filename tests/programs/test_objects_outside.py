@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import mpiad
+from mpiad.compiling.closure import survey
 from mpiad.timestepping import scan
 
 X, V = np.array([0.5, 1.0, 1.5]), np.array([1.0, -0.5, 0.25])
@@ -73,6 +74,14 @@ class Data:
 @mpiad.pytrees.register
 @dataclasses.dataclass
 class Registered(Data): pass
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class Doubled:
+    rate: float = 1.0
+    def __init__(self, rate): self.doubled = 2.0 * rate
+def doubled():
+    made = Doubled(1.0)
+    made.rate = 1.5
+    return made
 class Pair(typing.NamedTuple):
     first: typing.Any
     second: typing.Any
@@ -124,6 +133,7 @@ READS = [
     ("Slots(1.5)", "x * {b}.rate", ["O.rate = 3.0"]),
     ("Data" + DATA, "{b}.rate * {b}.w * x", ["O.rate = 3.0", "O.w[0] = 5.0"]),
     ("Data" + DATA, "dataclasses.replace({b}, w=3.0).rate * x", ["O.rate = 3.0"]),
+    ("doubled()", "dataclasses.replace({b}).doubled * x", ["O.rate = 3.0"]),
     ("Registered" + DATA, "{b}.rate * {b}.w * x", ["O.rate = 3.0", "O.w[0] = 5.0"]),
     ("types.SimpleNamespace(rate=1.5)", "{b}.rate * x", ["O.rate = 3.0"]),
 ]  # fmt: skip
@@ -223,23 +233,19 @@ class Kept:
     def __init__(self): self.last, self.total, self.table, self.kept = None, 1.0, numpy.zeros(3), []
     def remember(self, x): self.last = x
     def remember_new(self, x): self.newest = x
+    def remember_first(self, x):
+        if "first" not in vars(self): self.first = x
     def add(self, x): self.total += 0.5
     def fill(self, x): self.table[1] += 1.0
     def append(self, x): self.kept.append(x)
 C = [Kept()]
 def outside(x): C[0].last = x
 def by_name(x): setattr(C[0], "newest", x)
-def removed(x): vars(C[0]).pop("spare", None)
 """
 CALLS = [
-    "C[0].remember(x)",
-    "C[0].remember_new(x)",
-    "C[0].add(x)",
-    "C[0].fill(x)",
-    "C[0].append(x)",
-    "outside(x)",
-    "by_name(x)",
-]
+    "C[0].remember(x)", "C[0].remember_new(x)", "C[0].remember_first(x)", "C[0].add(x)", "C[0].fill(x)", "C[0].append(x)",
+    "outside(x)", "by_name(x)",
+]  # fmt: skip
 
 
 @pytest.mark.serial
@@ -264,6 +270,12 @@ def test_changes_of_an_object_in_a_container_are_those_of_python(call: str, loop
     assert found.keys() == of_python.keys()
     for name, value in of_python.items():
         np.testing.assert_allclose(np.array(found[name], float), np.array(value, float), rtol=1e-13)  # NaN for None
+
+
+@pytest.mark.serial
+def test_a_method_of_objects_from_inside_and_outside_has_its_effect():
+    f = definitions(CHANGING + "def f(x):\n    Kept().remember(x)\n    C[0].remember(x)\n")["f"]
+    assert survey(f, ()) == (False, "assigns variables or attributes in Kept.remember")
 
 
 def test_subdomains_that_differ_between_ranks(rank, size):
