@@ -18,6 +18,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
+from mpiad.primitives.checks import integer_of
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
@@ -65,8 +66,10 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
     numbers: Any = segments
     if isinstance(segments, (list, tuple, range)):
         numbers = np.asarray(segments, None if len(segments) else np.int64)
-    if not isinstance(count, (int, np.integer)) or count < 0:
-        raise TypeError(f"segment_sum: count must be an integer, zero or more, but got {count!r}.")
+    allowed = "an integer, zero or more"
+    number = integer_of(count, "segment_sum", "count", allowed)
+    if number < 0:
+        raise TypeError(f"segment_sum: count must be {allowed}, but got {count!r}.")
     if getattr(numbers, "ndim", None) != 1 or numbers.dtype.kind not in "iu":
         raise TypeError(
             f"segment_sum: segments must be an array of integers with one dimension, but got {type(segments).__name__} of "
@@ -79,8 +82,8 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
         )
     # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
     if _recorder(numbers) is not None:
-        return add_segments(values, (numbers, int(count)))
-    return add_segments(values, Segments(numbers, int(count), checked=False))
+        return add_segments(values, (numbers, number))
+    return add_segments(values, Segments(numbers, number, checked=False))
 
 
 class Segments:

@@ -171,6 +171,8 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
+        if ufunc is np.multiply and isinstance(other, (list, tuple, str)) and isinstance(self.value, np.integer):
+            return other * operator.index(self)  # Python repeats a sequence
         given = (other, self) if swapped else (self, other)
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS or type(other) is bool
         if not (self.weak and is_weak):

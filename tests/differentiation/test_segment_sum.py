@@ -138,7 +138,7 @@ def test_errors():
         (TypeError, "segments must be an array of integers.*float64", np.ones(2), [0.0, 1.0], 3),
         (TypeError, r"segments must be an array of integers.*shape \(1, 2\)", np.ones(2), [[0, 1]], 3),
         (TypeError, "count must be an integer, zero or more, but got -1", np.ones(2), [0, 1], -1),
-        (TypeError, "count must be an integer, zero or more, but got 2.0", np.ones(2), [0, 1], 2.0),
+        (TypeError, "count must be an integer, zero or more, but got float 2.0", np.ones(2), [0, 1], 2.0),
     ):
         with pytest.raises(kind, match=f"segment_sum: .*{text}"):
             mpiad.segment_sum(values, segments, count)

@@ -105,6 +105,11 @@ CONSTANTS = {
     "split": lambda x, n: anp.split(x, n)[-1],
     "slice": lambda x, n: x[: n + 1] * x[-1:],
     "step": lambda x, n: x[::n] ** 2,
+    "number of segments": lambda x, n: mpiad.segment_sum(x**2, np.array([0, 1, 0, 0, 1, 1]), n + 1),
+    "repeated list": lambda x, n: anp.stack([x, x[::-1]] * n) * x[0],
+    "repeated tuple": lambda x, n: anp.concatenate(n * (x,)) * x[0],
+    "axis of stack": lambda x, n: anp.stack([anp.outer(x, x)] * 2, n - 1),
+    "argnum": lambda x, n: mpiad.grad(lambda a, b, c: anp.sum(a * b**2 + c**3), n - 1)(x, x, x),
 }
 
 
