@@ -28,6 +28,7 @@ from mpiad.differentiation.rules import (
     rearrangements,
     reductions,
     repetition,
+    scipy_solvers,  # noqa: F401 - rules that are found by name
     stacking,
     transforms,
     where,

@@ -34,6 +34,8 @@ primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.wher
 # Rules for device arrays, for functions whose rules in autograd would return NumPy arrays; other modules add them. These
 # rules call `autograd.numpy`, so they are differentiable, and neither copy to the host nor wait for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
+# Rules for functions of `autograd.scipy`, by name.
+SCIPY_VJPS: dict[str, VjpMaker] = {}
 _ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy instead of autograd.numpy"
 # Functions without a derivative on devices: name and advice.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
@@ -58,7 +60,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
     on_host = _is_on_host(ans)
     _require_support(fun, ans, on_host)
-    rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
+    rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
         fitted = partial(_fitted_parts, fun, pull, [_like(args[i]) for i in argnums])
@@ -71,6 +73,11 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     if not any(are_numbers):
         return fitted
     return lambda g: tuple([array_to_host(part) if is_number else part for part, is_number in zip(fitted(g), are_numbers)])
+
+
+def _scipy_rule(fun: Primitive) -> VjpMaker | None:
+    is_known = fun.__name__ in SCIPY_VJPS and fun.fun.__module__.startswith("scipy.")
+    return SCIPY_VJPS[fun.__name__] if is_known else None
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

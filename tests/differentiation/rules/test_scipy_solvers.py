@@ -1,0 +1,83 @@
+"""Solvers of `autograd.scipy.linalg` in all modes and with all arguments, against dense solves and differences."""
+
+import autograd.numpy as np
+import derivative_sweep
+import numpy
+import pytest
+from autograd.scipy import linalg as solvers
+
+import mpiad
+
+pytestmark = pytest.mark.serial
+NAMES = {"solvers": solvers, "square": numpy.array([[2.0, 0.3, 0.1], [0.4, 1.5, 0.2], [0.7, -0.2, 1.8]])}
+X = numpy.array([0.7, 1.2, -0.4])
+TRIANGULAR = [
+    f"solvers.solve_triangular(np.outer(x, a) + 3 * np.eye(3), {b}, {trans!r}, lower={lower}, unit_diagonal={unit})"
+    for b, trans in (("x", 0), ("np.stack([x, a], 1)", "T"), ("np.stack([x, x * x], 1)", 2), ("z", "N"))
+    for lower in (False, True)
+    for unit in (False, True)
+]
+OTHERS = [
+    "solvers.solve_triangular(square, x, 'C', True, check_finite=False)",
+    "solvers.solve_banded((1, 1), [[0.1, 0.2, 0.3], [2.0, 2.1, 1.9], [0.3, -0.4, 0.5]], x, check_finite=False)",
+    "solvers.solve_banded((1, 1), np.stack([0.1 * x, 3 + x, 0.2 * x]), z)",
+    "solvers.sqrtm(np.outer(x, a) * 0.1 + 3 * np.eye(3))",
+]
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("call", TRIANGULAR + OTHERS)
+def test_four_derivatives_and_compiled_ones(call, kind, monkeypatch):
+    for name, value in NAMES.items():
+        monkeypatch.setitem(derivative_sweep.NAMESPACE, name, value)
+    case = derivative_sweep.Case("solver", call, (3,), kind)
+    assert derivative_sweep.outcomes(case) == ("right",) * 4
+    assert derivative_sweep.linearized_and_compiled(case) == ("right", "right")
+
+
+def dense(lower, upper, bands):
+    return sum(numpy.diag(bands[k, max(0, upper - k) :][: 6 - abs(k - upper)], upper - k) for k in range(lower + upper + 1))
+
+
+@pytest.mark.parametrize("columns", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize(("lower", "upper"), [(1, 1), (0, 0), (2, 0), (0, 1), (2, 3)])
+def test_bands_and_right_hand_sides(lower, upper, columns):
+    """The derivatives of a nonlinear loss with respect to both, from dense solves with complex steps."""
+    rng = numpy.random.default_rng([lower, upper, len(columns)])
+    bands, b = rng.normal(size=(lower + upper + 1, 6)), rng.normal(size=(6, *columns))
+    bands[upper] += 8.0
+    v, w = rng.normal(size=bands.shape), rng.normal(size=b.shape)
+
+    def along(t):
+        return numpy.sum(numpy.linalg.solve(dense(lower, upper, bands + t * v), b + t * w) ** 3)
+
+    def loss(bands, b):
+        return np.sum(solvers.solve_banded((lower, upper), bands, b, check_finite=False) ** 3)
+
+    expected = numpy.imag(along(1e-30j)) / 1e-30
+    for fun in (loss, mpiad.jit(loss, strict=True)):
+        value, (of_bands, of_b) = mpiad.value_and_grad(fun, (0, 1))(bands, b)
+        numpy.testing.assert_allclose(value, numpy.real(along(0.0)), rtol=1e-12)
+        numpy.testing.assert_allclose(numpy.sum(of_bands * v) + numpy.sum(of_b * w), expected, rtol=1e-11)
+        numpy.testing.assert_allclose(mpiad.make_jvp(fun, (0, 1))(bands, b)((v, w))[1], expected, rtol=1e-11)
+        # Entries from outside of the matrix aren't read.
+        outside = numpy.ones(bands.shape, bool)
+        for k in range(lower + upper + 1):
+            outside[k, max(0, upper - k) : 6 - max(0, k - upper)] = False
+        assert not numpy.any(of_bands[outside])
+        # ∂²/∂s∂t of the loss: the difference of complex steps along (v, w).
+        second = [numpy.imag(along(h + 1e-30j)) / 1e-30 for h in (1e-4, -1e-4)]
+        product = mpiad.hvp(fun, (0, 1))(bands, b, (v, w))
+        found = numpy.sum(product[0] * v) + numpy.sum(product[1] * w)
+        numpy.testing.assert_allclose(found, (second[0] - second[1]) / 2e-4, rtol=1e-5)
+
+
+def test_stacks_of_matrices_are_refused():
+    stack = numpy.stack([NAMES["square"]] * 2)
+    for loss in (
+        lambda x: np.sum(solvers.solve_triangular(stack, np.stack([x, x])[:, :, None])),
+        lambda x: np.sum(solvers.solve_triangular(stack * x, X)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"solve_triangular can't be .* call np\.linalg\.solve"):
+            mpiad.grad(loss)(X)
