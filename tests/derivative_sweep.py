@@ -348,11 +348,13 @@ linalg.svd(x, compute_uv=False); linalg.svd(x[..., :2], compute_uv=False); linal
 abs(linalg.svd(x, full_matrices=False)[0]) ** 2; abs(linalg.svd(x[..., :2], full_matrices=False)[2]) ** 2; abs(linalg.svd(x[..., :2, :], full_matrices=False)[0]) ** 2; linalg.svd(x)[1]
 abs(linalg.svd(x[..., :2], False)[0]) ** 2; abs(linalg.svd(x[..., :2, :], False)[2]) ** 2; abs(linalg.svd(x)[0]) ** 2
 np.sum(linalg.eig(x)[0] ** 3, -1); np.sum(linalg.eig(x)[0] ** 2); np.sum(abs(linalg.eig(x)[1]) ** 4); np.sum(abs(linalg.eig(x)[1]) ** 4, (-1, -2))
+linalg.qr(x); linalg.qr(x[..., :2]); linalg.qr(x, "r"); linalg.qr(x[..., :2, :]); linalg.lstsq(x, a)[0]; linalg.lstsq(x[:, :2], a)[1]; linalg.lstsq(x[:, :2], m.T, None)[3]; linalg.lstsq(m.T, x)[0]
+linalg.lstsq(x[:, :2], x, rcond=1e-9)[0]; linalg.lstsq(x[:, :1], 1j * x)[1]; linalg.lstsq(x[:2], a[:2])[0]
 linalg.norm(x, "nuc"); linalg.norm(x, 2); linalg.norm(x, -2); np.linalg.norm(x); np.trace(x); np.diagonal(x, axis1=-2, axis2=-1); np.diag(x); np.einsum("...ij,...jk->...ik", x, x)
 """
 HERMITIAN = """
 linalg.cholesky(x); linalg.cholesky(x, upper=True); linalg.eigh(x)[0]; linalg.eigh(x, "U")[0]; linalg.eigh(x, UPLO="U")[0]; abs(linalg.eigh(x)[1]) ** 2; abs(linalg.eigh(x, "U")[1]) ** 2
-linalg.inv(x); linalg.solve(x, a); linalg.eigh(x + 3j * np.triu(x, 1) - 3j * np.tril(x, -1))[0]
+linalg.eigvalsh(x); linalg.eigvalsh(x, "U"); linalg.inv(x); linalg.solve(x, a); linalg.eigh(x + 3j * np.triu(x, 1) - 3j * np.tril(x, -1))[0]
 """
 
 

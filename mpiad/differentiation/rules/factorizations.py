@@ -8,6 +8,8 @@ References
 I. Murray, "Differentiation of the Cholesky decomposition", arXiv:1602.07527 (2016), section 2.
 M. B. Giles, "Collected matrix derivative results for forward and reverse mode algorithmic differentiation" (2008),
 section 3.
+S. F. Walter, L. Lehmann, R. Lamour, "On evaluating higher-order derivatives of the QR decomposition of tall matrices with
+full column rank in forward and reverse mode algorithmic differentiation", Optim. Methods Softw. 27 (2012), section 3.
 G. H. Golub, V. Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares problems whose variables
 separate", SIAM J. Numer. Anal. 10 (1973), section 4.
 """
@@ -15,11 +17,14 @@ separate", SIAM J. Numer. Anal. 10 (1973), section 4.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.core import JVPNode, VJPNode
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.numpy import linalg
+from autograd.tracer import getval, register_notrace
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
@@ -31,6 +36,7 @@ from mpiad.differentiation.rules.protocol import (
     Vjp,
     bound,
     checked,
+    composition,
     identity,
     inherited_vjp,
     lower_triangle,
@@ -109,6 +115,12 @@ def eigh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
     rotated = anp.matmul(anp.matmul(anp.conj(_transposed(ans[1])), change), ans[1])
     values = anp.real(anp.sum(rotated * ones, axis=-1))
     return values, anp.matmul(ans[1], over_gaps(rotated, ans[0], None, ""))
+
+
+@composition(linalg.eigvalsh)
+def eigvalsh(a: Array, UPLO: str = "L") -> Array:  # noqa: N803 (NumPy's name)
+    """Return `numpy.linalg.eigvalsh`: the values of `eigh`."""
+    return linalg.eigh(a, UPLO)[0]
 
 
 def eig_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -219,6 +231,104 @@ def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
+def qr_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the transpose of `qr_jvp`: the coefficients of C = Qᴴ dA R^-1 in both tangents are in one Hermitian matrix."""
+    q, r = _factors(ans, args, kwargs)
+
+    def vjp(g: Array) -> tuple[Array]:
+        inner = anp.matmul(r, _transposed(g[1])) - anp.matmul(_transposed(g[0]), q)
+        lower = inner * lower_triangle(r, r.shape[-1])
+        inner = _transposed(lower) + anp.conj(lower) + anp.real(inner) * identity(r, r.shape[-1])
+        return (_transposed(linalg.solve(r, _transposed(g[0] + anp.matmul(anp.conj(q), inner)))),)
+
+    return vjp
+
+
+def qr_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    """Split C = Qᴴ dA R^-1 into an antihermitian D, the rotation of Q, and an upper triangle with a real diagonal."""
+    q, r = _factors(ans, args, kwargs)
+    change = _transposed(linalg.solve(_transposed(r), _transposed(gs[0])))
+    inner = anp.matmul(anp.conj(_transposed(q)), change)
+    lower = inner * lower_triangle(r, r.shape[-1])
+    rotation = lower - anp.conj(_transposed(lower)) + (inner - anp.real(inner)) * identity(r, r.shape[-1])
+    return change + anp.matmul(q, rotation - inner), anp.matmul(inner - rotation, r)
+
+
+def _factors(ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return Q and R; raise an error unless R is square, so that they have derivatives."""
+    named = bound(linalg.qr, "a mode", args, kwargs)
+    if named.get("mode", "reduced") != "reduced":
+        raise refusal(linalg.qr, f"with mode={named['mode']!r}: leave it out, and take q or r of q, r = np.linalg.qr(x)")
+    rows, columns = named["a"].shape[-2:]
+    if rows < columns:
+        raise refusal(
+            linalg.qr, "for fewer rows than columns: with m rows, write q, _ = np.linalg.qr(x[..., :m]) and r = q.T @ x"
+        )
+    return ans
+
+
+@composition(linalg.lstsq)
+def lstsq(a: Array, b: Array, rcond: float | None = None) -> tuple[Array, Array, Array, Array]:
+    """Return `numpy.linalg.lstsq`."""
+    (rows, columns), values = anp.shape(a), linalg.svd(a, compute_uv=False)
+    eps = np.finfo(values.dtype).eps
+    rank = anp.sum(values > (eps * max(rows, columns) if rcond is None else eps if rcond == -1 else rcond) * values[:1])
+    # In a trace, the values are arbitrary.
+    if tracing.recorder is None and getval(rank) < columns:
+        raise refusal(linalg.lstsq, _DEPENDENT)
+    x, squares = least_squares(a, b, rcond)
+    return x, squares if rows > columns else squares[:0], rank, values
+
+
+_DEPENDENT = "for linearly dependent columns: write np.dot(np.linalg.pinv(a), b)"
+
+
+@primitive
+def least_squares(a: Array, b: Array, rcond: float | None) -> tuple[Array, Array]:
+    """Return the solutions and sums of squares of `numpy.linalg.lstsq`, which has no sums (here NaN) for some matrices."""
+    recorder = next((x.recorder for x in (a, b) if hasattr(x, "recorder")), None)
+    if recorder is not None:  # a compiled program calls this function
+        return recorder.call(least_squares, (a, b, rcond), {})
+    x, squares = np.linalg.lstsq(a, b, rcond)[:2]
+    return x, squares if len(squares) else np.full(np.shape(b)[1:] or 1, np.nan, squares.dtype)
+
+
+def least_squares_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the transpose of `least_squares_jvp`."""
+    x, residual, q, r = _normal_equations(ans, *args)
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        y = linalg.solve(r.T, anp.reshape(g[0], x.shape))
+        of_b = anp.dot(anp.conj(q), y) + (2.0 * anp.conj(residual) * g[1] if len(q) > len(r) else 0.0)
+        parts = {
+            0: lambda: fitted(anp.dot(anp.conj(residual), linalg.solve(r, anp.conj(y)).T) - anp.dot(of_b, x.T), args[0]),
+            1: lambda: fitted(anp.reshape(of_b, anp.shape(args[1])), args[1]),
+        }
+        return tuple([parts[i]() for i in argnums])
+
+    return vjp
+
+
+def least_squares_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    """Return A⁺ (db - dA x) + (Aᴴ A)^-1 dAᴴ (b - A x), and the change of the sums of squares."""
+    x, residual, q, r = _normal_equations(ans, *args)
+    tangents = dict(zip(argnums, gs))
+    change, y = anp.reshape(tangents.get(1, 0.0 * args[1]), residual.shape), 0.0
+    if 0 in tangents:
+        change = change - anp.dot(tangents[0], x)
+        y = linalg.solve(anp.conj(r.T), anp.dot(anp.conj(tangents[0].T), residual))
+    of_x = linalg.solve(r, anp.dot(anp.conj(q.T), change) + y)
+    return anp.reshape(of_x, anp.shape(ans[0])), 2.0 * anp.real(anp.sum(anp.conj(residual) * change, axis=0))
+
+
+def _normal_equations(ans: Array, a: Array, b: Array, rcond: float | None) -> tuple[Array, ...]:
+    """Return the solution and the residual as matrices, and the factors Q and R of a matrix of full column rank."""
+    if anp.shape(a)[0] < anp.shape(a)[1]:
+        raise refusal(linalg.lstsq, _DEPENDENT)
+    x, b = (y[:, None] if anp.ndim(y) == 1 else y for y in (ans[0], anp.asarray(b)))
+    return x, b - anp.dot(a, x), *linalg.qr(a)
+
+
 def _transposed(x: Array) -> Array:
     return anp.swapaxes(x, -1, -2)
 
@@ -278,11 +388,13 @@ def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     named = bound(linalg.svd, "a full_matrices compute_uv", args, kwargs)
     x = named["a"]
     if not named.get("compute_uv", True):
-        left, _, right = linalg.svd(x, full_matrices=False)
-        return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
-    if named.get("full_matrices", True):
-        raise refusal(linalg.svd, "with these arguments: pass full_matrices=False, or compute_uv=False")
-    left, values, right_h = ans
+
+        def values_vjp(g: Array) -> tuple[Array]:
+            left, _, right = linalg.svd(x, full_matrices=False)
+            return (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
+
+        return values_vjp
+    left, values, right_h = _thin(ans, named)
     right = anp.conj(_transposed(right_h))
     rows, columns = x.shape[-2:]
 
@@ -310,11 +422,46 @@ def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
+def svd_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+    """Rotate the change of the matrix to the singular vectors; both rotations of the vectors follow from its parts."""
+    named = bound(linalg.svd, "a full_matrices compute_uv", args, kwargs)
+    with_vectors = named.get("compute_uv", True)
+    left, values, right_h = _thin(ans, named) if with_vectors else linalg.svd(named["a"], full_matrices=False)
+    left_h, right = anp.conj(_transposed(left)), anp.conj(_transposed(right_h))
+    inner = anp.matmul(anp.matmul(left_h, gs[0]), right)
+    of_values = anp.real(anp.sum(inner * identity(left, inner.shape[-1]), axis=-1))
+    if not with_vectors:
+        return of_values
+    inner_h = anp.conj(_transposed(inner))
+    by_differences = over_gaps(inner + inner_h, values, None, "")
+    by_sums = over_gaps(inner - inner_h, values, -values, "")
+    of_left, of_right = anp.matmul(left, by_differences + by_sums) / 2, anp.matmul(right, by_differences - by_sums) / 2
+    rows, columns = named["a"].shape[-2:]
+    if rows > columns:
+        change = anp.matmul(gs[0], right) - anp.matmul(left, inner)
+        of_left = of_left + over_gaps(change, values, values[..., :1] * 0.0, "")
+    elif rows < columns:
+        change = anp.matmul(anp.conj(_transposed(gs[0])), left) - anp.matmul(right, inner_h)
+        of_right = of_right + over_gaps(change, values, values[..., :1] * 0.0, "")
+    return of_left, of_values, anp.conj(_transposed(of_right))
+
+
+def _thin(ans: Array, named: dict[str, Any]) -> Array:
+    """Return the factors; raise an error for those that the matrix doesn't determine."""
+    if named.get("full_matrices", True):
+        raise refusal(linalg.svd, "with these arguments: pass full_matrices=False, or compute_uv=False")
+    return ans
+
+
+for _kind in (VJPNode, JVPNode):
+    register_notrace(_kind, linalg.matrix_rank)  # an integer
 VJPS = {
     linalg.cholesky: cholesky_vjp,
     linalg.eig: eig_vjp,
     linalg.eigh: eigh_vjp,
+    least_squares: least_squares_vjp,
     linalg.pinv: pinv_vjp,
+    linalg.qr: qr_vjp,
     linalg.slogdet: slogdet_vjp,
     linalg.solve: solve_vjp,
     linalg.svd: svd_vjp,
@@ -323,6 +470,9 @@ VJPS = {
 }
 JVPS = {
     linalg.eigh: eigh_jvp,
+    least_squares: least_squares_jvp,
+    linalg.qr: qr_jvp,
     linalg.slogdet: slogdet_jvp,
+    linalg.svd: svd_jvp,
     _NORM: partial(slope_jvp, _NORM, _slope_of_norm),
 }

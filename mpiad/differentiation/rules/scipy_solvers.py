@@ -65,7 +65,7 @@ def solve_banded_vjp(
     lower, upper = l_and_u
     n, bands = anp.shape(ab)[1], range(lower + upper + 1)
 
-    # ab[k, j] is the entry of the matrix in row j + k - upper and column j. Entries of `transposed` from outside are arbitrary.
+    # ab[k, j] is the entry in row j + k - upper, column j. Entries of `transposed` outside of the matrix are arbitrary.
     def vjp(g: Array) -> tuple[Array, ...]:
         transposed = anp.stack([anp.roll(ab[-1 - k], lower - k) for k in bands])
         w = solve_banded((upper, lower), transposed, g, check_finite=check_finite)

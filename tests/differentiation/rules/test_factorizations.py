@@ -192,3 +192,69 @@ def test_complex_singular_vectors(shape, form):
         return np.sum(parts[0]) + np.sum(np.real(parts[1])) + np.sum(np.abs(right[..., 1, :]) ** 4)
 
     close(numpy.sum(numpy.real(form(fun)(x) * v)), difference(fun, x, v), 1e-6)
+
+
+def fitted_line(a, b):
+    return np.sum(linalg.lstsq(a, b, rcond=None)[0] ** 3)
+
+
+@each_form
+def test_least_squares(form):
+    """The derivatives of (AᵀA)⁻¹ Aᵀ b, with complex steps; in the second case the singular values are equal."""
+    for a in (RNG.normal(size=(6, 3)), numpy.linalg.qr(RNG.normal(size=(6, 3)))[0]):
+        b, v = RNG.normal(size=6), RNG.normal(size=(6, 3))
+
+        def along(t, a=a, b=b, v=v):
+            moved = a + t * v
+            return numpy.sum(numpy.linalg.solve(moved.T @ moved, moved.T @ b) ** 3)
+
+        slope = lambda h, along=along: numpy.imag(along(h + 1e-30j)) / 1e-30  # noqa: E731
+        close(numpy.sum(form(fitted_line)(a, b) * v), slope(0.0))
+        product = mpiad.hvp(mpiad.jit(fitted_line, strict=True) if form is not mpiad.grad else fitted_line)(a, b, v)
+        close(numpy.sum(product * v), (slope(1e-4) - slope(-1e-4)) / 2e-4, rtol=1e-6)
+
+
+def test_least_squares_of_dependent_columns():
+    """NumPy's values in compiled functions, and an error in derivatives."""
+    b = RNG.normal(size=4)
+    for a in (numpy.ones((4, 2)), RNG.normal(size=(4, 5)), numpy.zeros((4, 2))):
+        found = mpiad.jit(lambda a: linalg.lstsq(a, b, rcond=None), strict=True)(a)
+        expected = numpy.linalg.lstsq(a, b, rcond=None)
+        for k in (0, 2, 3):
+            close(found[k], expected[k])
+        with pytest.raises(NotImplementedError, match=r"lstsq can't be .* write np\.dot\(np\.linalg\.pinv\(a\), b\)"):
+            mpiad.grad(fitted_line)(a, b)
+    a = numpy.outer(numpy.ones(4), [1.0, 2.0])
+    # The advised function, for a change of a that keeps the rank.
+    advised = lambda s: np.sum(np.dot(linalg.pinv(a * s), b) ** 3)  # noqa: E731
+    close(mpiad.grad(advised)(2.0), difference(advised, 2.0, 1.0))
+
+
+def test_the_rank_is_a_constant():
+    for rank, x in ((1, numpy.ones((3, 2))), (2, RNG.normal(size=(3, 2)))):
+        for fun in (
+            lambda x: np.sum(x) * linalg.matrix_rank(x),
+            mpiad.jit(lambda x: np.sum(x) * linalg.matrix_rank(x), strict=True),
+        ):
+            close(mpiad.grad(fun)(x), rank * numpy.ones((3, 2)))
+            close(mpiad.jvp(fun, x, x)[1], rank * numpy.sum(x))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
+def test_tangents_of_singular_vectors(shape):
+    """A function of the vectors without their signs, also compiled, and a Hessian through them."""
+    x, v = RNG.normal(size=shape), RNG.normal(size=shape)
+    w, z = RNG.normal(size=shape[0]), RNG.normal(size=shape[1])
+
+    def fun(np, x):
+        left, s, right = np.linalg.svd(x, full_matrices=False)
+        return np.sum(np.sin(s) * np.dot(w, left) * np.dot(right, z))
+
+    plain = lambda x: fun(numpy, x)  # noqa: E731
+    for compiled in (lambda x: fun(np, x), mpiad.jit(lambda x: fun(np, x), strict=True)):
+        close(mpiad.jvp(compiled, x, v)[1], difference(plain, x, v), rtol=1e-8)
+        close(
+            numpy.sum(mpiad.hvp(compiled)(x, v) * v),
+            difference(lambda y: difference(plain, y, v, 1e-3), x, v, 1e-3),
+            rtol=1e-3,
+        )
