@@ -7,7 +7,9 @@ in a traced function, advice is appended to the exception's text.
 from __future__ import annotations
 
 import re
-from types import TracebackType
+from collections.abc import Iterable
+from traceback import walk_tb
+from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 import autograd.numpy as anp
@@ -78,6 +80,25 @@ _OTHER_FUNCTIONS = (
     (r"^convolve can't be", 'Call autograd.scipy.signal.convolve(x, y, mode="full").'),
     (r"^ptp can't be", "Write np.max(x, axis) - np.min(x, axis)."),
 )
+# Functions of scipy.linalg and scipy.spatial.distance, and what has derivatives in their place.
+_CHOLESKY = "np.linalg.cholesky(a), which is the lower triangle L"
+_LOWER = "and for L y = b autograd.scipy.linalg.solve_triangular(L, b, lower=True)"
+_BY_VALUES = "for a symmetric matrix v, V = np.linalg.eigh(a), and np.dot(V * f(v), V.T) with the function f"
+_IN_PLACE_OF_SCIPY = {
+    **{name: f"np.linalg.{name}(a)" for name in "inv pinv det eigh eigvalsh eig qr".split()},
+    **dict.fromkeys(("solve", "lu_factor", "lu_solve"), "np.linalg.solve(a, b)"),
+    **dict.fromkeys(("cho_factor", "cho_solve"), f"{_CHOLESKY}, {_LOWER}"),
+    **dict.fromkeys(("expm", "logm", "funm"), _BY_VALUES),
+    **{name: f"autograd.scipy.linalg.{name}" for name in "solve_triangular solve_banded solve_sylvester sqrtm".split()},
+    "cholesky": f"{_CHOLESKY} (the upper one is its transpose)",
+    "eigvals": "np.linalg.eig(a)[0]",
+    "svd": "np.linalg.svd(a, full_matrices=False)",
+    "svdvals": "np.linalg.svd(a, compute_uv=False)",
+    "lstsq": "np.linalg.lstsq(a, b, rcond=None)",
+    "solveh_banded": "autograd.scipy.linalg.solve_banded, with all bands",
+    "cdist": "np.sqrt(np.sum((x[:, None] - y) ** 2, axis=-1)), for squares without np.sqrt",
+    "pdist": "np.sqrt(np.sum((x[i] - x[j]) ** 2, axis=-1)) with i, j = np.triu_indices(len(x), 1)",
+}
 _OTHER_ARGUMENTS = (
     "mpiad's functions return their results and take no receive buffers, and op, root, tag and like are passed by name: "
     "y = mpi_gather(x, root=0), y = mpi_exchange(x, dest, source, tag=1)."
@@ -88,6 +109,13 @@ _ADVICE = (
     (r"__array_ufunc__\(.*'__call__',.*out=.*Box", _NOT_IN_PLACE),
     (r"__array_ufunc__\(.*'at',.*Box|'function' object has no attribute 'at'|bincount can't be", _SUMS),
     *_OTHER_FUNCTIONS,
+    (r"^eig can't be differentiated forwards", "Call mpiad.make_vjp, or for a symmetric matrix np.linalg.eigh(a)."),
+    *[(rf"^{name} can't be .* it has no (adjoint|tangent)", f"Call {call}.") for name, call in _IN_PLACE_OF_SCIPY.items()],
+    (
+        r"'function' object has no attribute '(reduce|accumulate|reduceat)'",
+        "autograd.numpy has outer of the functions of two arrays, reduce of add, multiply, maximum, minimum, logical_and "
+        "and logical_or, and accumulate of add and multiply. In place of np.add.reduceat call mpiad.segment_sum.",
+    ),
     (r"Cannot cast ufunc '\w+' output from dtype\('O'\)", _NO_REPMAT),
     (r"array type (dtype\('O'\) )?not supported|convolve2d not available for this type|^Unsupported type $", _NO_FILTER),
     (
@@ -108,7 +136,7 @@ _ADVICE = (
     (
         r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
         r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
-        r"object arrays are not supported|dtype=object is not supported|input type 'object' not supported|"
+        r"dtype object cannot be cast|object arrays are not supported|dtype=object is not supported|input type 'object' not supported|"
         r"not supported for the input types|common type for non-numeric array",
         _NO_PLAIN_NUMPY,
     ),
@@ -130,6 +158,9 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         _explain_conversion(error, trace)
         return
     advice = _advice_for(f"{text} {error.__cause__ or ''}")
+    if advice is not None and trace is not None:
+        of_scipy = in_place_of_scipy(frame for frame, _ in walk_tb(trace))
+        advice = f"{of_scipy}, or {_STOP}" if of_scipy else advice
     # An inner trace may already have appended the advice.
     if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
@@ -156,6 +187,19 @@ def _advice_for(text: str) -> str | None:
     if function in VJP_RULES or function in primitive_vjps or function in notrace_primitives[VJPNode]:
         return f"Call autograd.numpy's function, np.{name}(x, ...)."
     return f"Only the plain value has this attribute, without a derivative: mpiad.stop_gradient(x).{name}."
+
+
+def in_place_of_scipy(frames: Iterable[FrameType]) -> str:
+    """Return what to call in place of a function of SciPy that is among the frames of calls; "" without any."""
+    for frame in frames:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("scipy.") and name == "wrapper":  # SciPy's decorator for stacks of matrices
+            function = frame.f_locals.get("f")
+            module, name = getattr(function, "__module__", module), getattr(function, "__name__", name)
+        if module.startswith(("scipy.linalg", "scipy.spatial.distance")) and name in _IN_PLACE_OF_SCIPY:
+            call = f"import autograd.numpy as np, and call {_IN_PLACE_OF_SCIPY[name]}"
+            return f"SciPy's {name} doesn't accept traced values: {call}"
+    return ""
 
 
 def refuse_pickling(node: object, protocol: object) -> NoReturn:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dis import opmap
 from functools import partial
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +25,7 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.differentiation.advice import SUMS
+from mpiad.differentiation.advice import SUMS, in_place_of_scipy
 from mpiad.differentiation.rules.conversions import CONVERSIONS
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import COMPOSITIONS, substitute
@@ -229,7 +230,7 @@ def reason_of_conversion(frame: FrameType) -> str:
     if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
         return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
     if _is_in_scipy(frame):
-        return (
+        return in_place_of_scipy(outer for outer, _ in walk_stack(frame)) or (
             "it passes traced values to a function of SciPy that only takes plain arrays: call the function of "
             "autograd.scipy, if it has a derivative there, write its formula with functions of autograd.numpy, or leave "
             "this part out of the jitted function"

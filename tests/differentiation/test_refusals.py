@@ -15,12 +15,13 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
-import scipy
+import scipy.linalg
+from autograd.scipy.linalg import solve_triangular
 from autograd.scipy.signal import convolve
 from mpi4py import MPI
 from scipy import ndimage, signal
 from scipy.sparse import csr_matrix, diags
-from scipy.spatial.distance import cdist
+from scipy.spatial.distance import cdist, pdist
 
 import mpiad
 from mpiad.errors import WorkerError
@@ -170,6 +171,90 @@ def test_what_to_write_for_a_function_without_a_derivative(name: str) -> None:
     assert mpiad.testing.check_grads(advised, x, comm=COMM)
 
 
+def positive(x: Any) -> Any:
+    return anp.outer(x, x) + np.diag([2.0, 3.0, 4.0])
+
+
+def solved_by_cholesky(a: Any, b: Any) -> Any:
+    lower = anp.linalg.cholesky(a)
+    return solve_triangular(lower.T, solve_triangular(lower, b, lower=True))
+
+
+B, I, J = np.array([1.0, 2.0, 4.0]), *np.triu_indices(3, 1)
+# The functions of plain SciPy and of autograd.scipy, the advice, and a function that follows it.
+OF_SCIPY: dict[str, tuple[Callable, str, Callable]] = {
+    "solve": (lambda linalg, a: linalg.solve(a, B), "np.linalg.solve(a, b)", lambda a: anp.linalg.solve(a, B)),
+    "inv": (lambda linalg, a: linalg.inv(a), "np.linalg.inv(a)", anp.linalg.inv),
+    "det": (lambda linalg, a: linalg.det(a), "np.linalg.det(a)", anp.linalg.det),
+    "lstsq": (
+        lambda linalg, a: linalg.lstsq(a[:, :2], B)[0],
+        "np.linalg.lstsq(a, b, rcond=None)",
+        lambda a: anp.linalg.lstsq(a[:, :2], B, rcond=None)[0],
+    ),
+    "cholesky": (
+        lambda linalg, a: linalg.cholesky(a),
+        "np.linalg.cholesky(a), which is the lower triangle L (the upper one is its transpose)",
+        lambda a: anp.linalg.cholesky(a).T,
+    ),
+    "cho_factor": (
+        lambda linalg, a: linalg.cho_solve(linalg.cho_factor(a), B),
+        "np.linalg.cholesky(a), which is the lower triangle L, and for L y = b autograd.scipy.linalg.solve_triangular(L, b",
+        lambda a: solved_by_cholesky(a, B),
+    ),
+    "lu_factor": (
+        lambda linalg, a: linalg.lu_solve(linalg.lu_factor(a), B),
+        "np.linalg.solve(a, b)",
+        lambda a: anp.linalg.solve(a, B),
+    ),
+    "eigvalsh": (lambda linalg, a: linalg.eigvalsh(a), "np.linalg.eigvalsh(a)", anp.linalg.eigvalsh),
+    "eigvals": (
+        lambda linalg, a: np.sort(linalg.eigvals(a).real),
+        "np.linalg.eig(a)[0]",
+        lambda a: anp.sort(anp.real(anp.linalg.eig(a)[0])),
+    ),
+    "svdvals": (
+        lambda linalg, a: linalg.svdvals(a),
+        "np.linalg.svd(a, compute_uv=False)",
+        lambda a: anp.linalg.svd(a, compute_uv=False),
+    ),
+    "expm": (
+        lambda linalg, a: linalg.expm(a),
+        "v, V = np.linalg.eigh(a), and np.dot(V * f(v), V.T) with the function f",
+        lambda a: anp.dot((v := anp.linalg.eigh(a))[1] * anp.exp(v[0]), v[1].T),
+    ),
+    "pdist": (
+        lambda linalg, a: pdist(a),
+        "np.sqrt(np.sum((x[i] - x[j]) ** 2, axis=-1)) with i, j = np.triu_indices(len(x), 1)",
+        lambda a: anp.sqrt(anp.sum((a[I] - a[J]) ** 2, axis=-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCIPY)
+def test_what_to_call_in_place_of_a_function_of_scipy(name: str) -> None:
+    fun, advice, advised = OF_SCIPY[name]
+    x, a = np.array([0.3, -1.2, 0.7]), positive(np.array([0.3, -1.2, 0.7]))
+    np.testing.assert_allclose(advised(a), fun(scipy.linalg, a), rtol=1e-12)
+    if name != "eigvals":
+        assert mpiad.testing.check_grads(lambda x: anp.sum(anp.sin(advised(positive(x)))), x, comm=COMM)
+    for linalg in (scipy.linalg,) if name == "pdist" else (scipy.linalg, autograd.scipy.linalg):
+        refused = lambda x, linalg=linalg: anp.sum(fun(linalg, positive(x)))  # noqa: E731
+        derivatives: list[Callable] = [
+            mpiad.grad(refused),
+            lambda x, f=refused: mpiad.jvp(f, x, x),
+            mpiad.jit(mpiad.grad(refused)),
+        ]
+        for derive in derivatives:
+            with pytest.raises((ValueError, TypeError, NotImplementedError), match=re.escape(advice)) as found:
+                derive(x)
+            assert name in str(found.value)
+
+
+def test_forward_mode_through_eig_is_refused_with_advice() -> None:
+    with pytest.raises(NotImplementedError, match=r"eig can't .* forwards.* mpiad\.make_vjp, or .* np\.linalg\.eigh\(a\)"):
+        mpiad.hvp(lambda x: anp.sum(anp.abs(anp.linalg.eig(positive(x))[0])))(np.ones(3), np.ones(3))
+
+
 OTHER_ARGUMENTS: list[Callable] = [
     lambda x: mpiad.mpi_gather(x, np.empty(3), root=0),
     lambda x: mpiad.mpi_scatter(x, np.empty(3), root=0),
@@ -247,7 +332,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
         "non-numeric array",
         AUTOGRAD,
     ),
-    "distances of SciPy": (lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0], ValueError, "dtype object", AUTOGRAD),
+    "distances of SciPy": (
+        lambda x: cdist(x[:, None], np.ones((2, 1)))[0, 0],
+        ValueError,
+        "dtype object",
+        r"SciPy's cdist .* call np\.sqrt\(np\.sum\(\(x\[:, None\] - y\) \*\* 2, axis=-1\)\).*mpiad\.stop",
+    ),
     "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),
     "ufunc of objects of several kinds": (
         lambda x: np.sum(np.sqrt(np.where(x > 1.5, x, 1.0))),

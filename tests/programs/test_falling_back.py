@@ -661,6 +661,11 @@ def slice_of_complex(x):
             (fun, "a function of SciPy that only takes plain arrays: call the function of autograd.scipy")
             for fun in (scipy.special.logsumexp, lambda x: scipy.stats.norm.logpdf(x), lambda x: block_diag(x, x))
         ],
+        (
+            lambda x: scipy.linalg.cholesky(anp.outer(x, x) + np.eye(3)),
+            r"SciPy's cholesky .* call np\.linalg\.cholesky\(a\)",
+        ),
+        (lambda x: scipy.linalg.inv(anp.outer(x, x) + np.eye(3)), r"SciPy's inv .* and call np\.linalg\.inv\(a\)\."),
         (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (mpiad.grad(lambda x: anp.sum(np.eye(3).dot(x))), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (

@@ -31,6 +31,7 @@ from mpiad.differentiation.rules import (
     scipy_solvers,  # noqa: F401 - rules that are found by name
     stacking,
     transforms,
+    ufunc_methods,  # noqa: F401 - attributes of functions only
     where,
 )
 from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
