@@ -136,8 +136,8 @@ _ADVICE = (
     (
         r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
         r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
-        r"dtype object cannot be cast|object arrays are not supported|dtype=object is not supported|input type 'object' not supported|"
-        r"not supported for the input types|common type for non-numeric array",
+        r"dtype object cannot be cast|object arrays are not supported|dtype=object is not supported|"
+        r"input type 'object' not supported|not supported for the input types|common type for non-numeric array",
         _NO_PLAIN_NUMPY,
     ),
 )

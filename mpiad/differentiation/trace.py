@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,13 +60,15 @@ class Traced(NamedTuple):
 
 def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False) -> Variables:
     """Return the variables among the arguments; raise a TypeError or ValueError if an option or a leaf is invalid."""
+    if getattr(argnum, "ndim", 1) == 0:
+        argnum = operator.index(argnum)  # type: ignore[arg-type]  # a traced integer becomes a constant of the trace
     try:
-        chosen = args[argnum] if _is_one(argnum) else tuple([args[i] for i in argnum])
+        chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
         raise TypeError(
             f"{call}: argnum={argnum!r} refers to positional arguments, but only {len(args)} were given."
         ) from None
-    if not _is_one(argnum) and len({i % len(args) for i in argnum}) != len(argnum):
+    if not isinstance(argnum, (int, np.integer)) and len({i % len(args) for i in argnum}) != len(argnum):
         raise ValueError(f"{call}: argnum={argnum!r} contains an argument twice.")
     leaves, build = flatten(chosen)
     leaves = [_with_dtype(leaf) for leaf in leaves]
@@ -74,7 +77,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
         raise _without_variables(leaves, argnum, call)
     if len(places) < len(leaves):
         refuse_objects(chosen, f"argument {argnum!r}", call)
-        for i, part in () if _is_one(argnum) else zip(argnum, chosen):
+        for i, part in () if isinstance(argnum, (int, np.integer)) else zip(argnum, chosen):
             parts = flatten(part)[0]
             if parts and all(map(_is_integer, parts)):
                 raise _without_variables(parts, i, call)
@@ -88,11 +91,6 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
         )
     flags = [flag for flag, part in zip(shared, chosen) for _ in flatten(part)[0]]
     return Variables(leaves, places, build, [k for k, place in enumerate(places) if flags[place]])
-
-
-def _is_one(argnum: Argnum) -> bool:
-    # In a function that is compiled, argnum may be a traced integer, which becomes a constant where it is an index.
-    return isinstance(argnum, (int, np.integer)) or getattr(argnum, "ndim", 1) == 0
 
 
 def _is_integer(leaf: Array) -> bool:
@@ -124,7 +122,7 @@ def _with_dtype(leaf: Array) -> Array:
 def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Tree]:
     """Return the arguments with those at `argnum` replaced by `chosen`."""
     new = list(args)
-    if _is_one(argnum):
+    if isinstance(argnum, (int, np.integer)):
         new[argnum] = chosen
     else:
         for i, value in zip(argnum, chosen):

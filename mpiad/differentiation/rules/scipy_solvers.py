@@ -33,7 +33,7 @@ def solve_triangular_vjp(
     overwrite_b: bool = False, check_finite: bool = True,
 ) -> Vjp:  # fmt: skip
     """Return the solution w of the transposed system for b; for the triangle of A that is read, -w xᵀ."""
-    from autograd.scipy.linalg import solve_triangular
+    from autograd.scipy.linalg import solve_triangular  # type: ignore[attr-defined]
 
     _require_one(solve_triangular, a, ans)
     form = {0: "N", 1: "T", 2: "C"}.get(trans, trans)
@@ -59,7 +59,7 @@ def solve_banded_vjp(
     overwrite_b: bool = False, check_finite: bool = True,
 ) -> Vjp:  # fmt: skip
     """Return the solution w of the transposed system for b; for the bands, the entries of -w xᵀ on them."""
-    from autograd.scipy.linalg import solve_banded
+    from autograd.scipy.linalg import solve_banded  # type: ignore[attr-defined]
 
     _require_one(solve_banded, ab, ans)
     lower, upper = l_and_u
@@ -83,7 +83,7 @@ def solve_banded_vjp(
 @_passed
 def sqrtm_vjp(argnums: Argnums, ans: Array, a: Array, *unused: object) -> Vjp:
     """Solve Sylvester's equation with the transposed root."""
-    from autograd.scipy.linalg import solve_sylvester
+    from autograd.scipy.linalg import solve_sylvester  # type: ignore[attr-defined]
 
     return lambda g: (fitted(solve_sylvester(ans.T, ans.T, g), a),)
 
