@@ -13,7 +13,10 @@ over reverse. An outcome is right, or refused with a NotImplementedError that na
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import operator
+import pkgutil
 import re
 import sys
 import textwrap
@@ -25,12 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import autograd.numpy as np
+import autograd.scipy
 import numpy as onp
-from autograd.core import VJPNode
+from autograd.core import VJPNode, primitive_vjps
 from autograd.numpy import fft, linalg
 from autograd.tracer import notrace_primitives
 
 import mpiad
+from mpiad.differentiation.rules import VJP_RULES
 
 MODES = ("reverse", "forward", "reverse over reverse", "forward over reverse")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "numpy_functions.md"
@@ -663,12 +668,25 @@ def page() -> str:
     ]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
     text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
-    return TEXT.format(table="\n".join(lines), **text) + methods_section()
+    return TEXT.format(table="\n".join(lines), **text) + scipy_section() + methods_section()
 
 
 def wrapped(names: list[str]) -> str:
     unbroken = ", ".join([name.replace(" ", "\0") for name in names])
     return "\n".join(textwrap.wrap(unbroken, 125, break_on_hyphens=False)).replace("\0", " ")
+
+
+def scipy_section() -> str:
+    """Return the section of the page on functions of SciPy: those with a rule, without functions that `stats` imports."""
+    names = []
+    for module in pkgutil.walk_packages(autograd.scipy.__path__, "autograd.scipy."):
+        if module.name == "autograd.scipy.integrate":
+            continue
+        for name, fun in sorted(vars(importlib.import_module(module.name)).items()):
+            has_rule = callable(fun) and (fun in primitive_vjps or fun in VJP_RULES)
+            if has_rule and (".stats." not in module.name or inspect.ismethod(getattr(fun, "fun", None))):
+                names.append(f"`{module.name.removeprefix('autograd.scipy.')}.{name}`")
+    return SCIPY_TEXT.format(functions=wrapped(names))
 
 
 def methods_section() -> str:
@@ -687,6 +705,18 @@ def methods_section() -> str:
 
 
 OF_INTEGERS = "NumPy has these operators for integers and booleans only."
+SCIPY_TEXT = """
+## Functions of SciPy
+
+These functions of `autograd.scipy` have derivatives in all modes, by autograd's rules or ours. The order of a Bessel function
+and of `polygamma` is a constant for them. The rules of distributions hold inside the support; those of `stats.chi2` need an
+integer `df`. Other functions, such as `linalg.solve`, `inv`, `cholesky` and `cho_factor`, raise a `NotImplementedError` that
+says what to call instead, `np.linalg.solve` for example, and so do errors of `scipy` itself. For filters, see
+[filters of SciPy](../sharp_bits.md#a-filter-of-scipy), for
+banded systems the [page on solves](../linalg.md#systems-within-a-rank), and in place of `odeint` [ensembles](../ensembles.md).
+
+{functions}.
+"""
 METHODS_TEXT = """
 ## Methods, attributes and operators of arrays
 
@@ -730,7 +760,9 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 
 {complete}.
 
-`getitem` stands for `x[i]`, and `concatenate_args` is autograd's own. Functions that are also among the [constants](#constants)
+`getitem` stands for `x[i]`, and `concatenate_args` is autograd's own. Universal functions of two arrays have `outer`, as in
+`np.subtract.outer(x, y)`; `reduce` of `add`, `multiply`, `maximum`, `minimum`, `logical_and` and `logical_or`, and `accumulate`
+of `add` and `multiply`, are the sums and products along an axis, by default the first. Functions that are also among the [constants](#constants)
 have the derivative zero.
 
 ## Some of the derivatives
@@ -742,6 +774,8 @@ The second column says what holds for most of the four derivatives, and names th
   traced array, and `a` and `mask` are constant arrays. (1-D) or (2-D) after a call means that only arrays `x`
   with this number of axes raise the error.
 - *no*: all calls raise this error.
+
+`linalg.lstsq` is for matrices with linearly independent columns, and `linalg.qr` for at least as many rows as columns.
 
 {table}
 
@@ -764,7 +798,6 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve` and `ptp` say what to write instead, as do
 those of `linalg.norm` of a matrix. For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and
 `linalg.norm(x)` for `linalg.norm(x, 2)`.
-For functions of SciPy that `autograd.scipy` doesn't have, see [filters of SciPy](../sharp_bits.md#a-filter-of-scipy).
 """
 
 

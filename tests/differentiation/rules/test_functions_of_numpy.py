@@ -519,6 +519,13 @@ def test_table_of_the_reference():
     assert derivative_sweep.against_page(table) == []
 
 
+def test_functions_of_scipy_are_on_the_page():
+    section = derivative_sweep.scipy_section()
+    assert section in derivative_sweep.PAGE.read_text()
+    assert all(f"`{name}`" in section for name in ("linalg.solve_banded", "special.logsumexp", "stats.norm.logpdf"))
+    assert "`stats.chi2.gamma`" not in section and "`linalg.solve`" not in section.partition("page on solves")[2]
+
+
 def test_all_other_functions_are_refused_by_name(some):
     tested = {case.name for case in derivative_sweep.cases()}
     text = derivative_sweep.PAGE.read_text()
