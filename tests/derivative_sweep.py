@@ -712,8 +712,8 @@ These functions of `autograd.scipy` have derivatives in all modes, by autograd's
 and of `polygamma` is a constant for them. The rules of distributions hold inside the support; those of `stats.chi2` need an
 integer `df`. Other functions, such as `linalg.solve`, `inv`, `cholesky` and `cho_factor`, raise a `NotImplementedError` that
 says what to call instead, `np.linalg.solve` for example, and so do errors of `scipy` itself. For filters, see
-[filters of SciPy](../sharp_bits.md#a-filter-of-scipy), for
-banded systems the [page on solves](../linalg.md#systems-within-a-rank), and in place of `odeint` [ensembles](../ensembles.md).
+[filters of SciPy](../sharp_bits.md#a-filter-of-scipy), for banded
+systems the [page on solves](../linalg.md#systems-within-a-rank), and in place of `odeint` [ensembles](../ensembles.md).
 
 {functions}.
 """
@@ -762,8 +762,9 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 
 `getitem` stands for `x[i]`, and `concatenate_args` is autograd's own. Universal functions of two arrays have `outer`, as in
 `np.subtract.outer(x, y)`; `reduce` of `add`, `multiply`, `maximum`, `minimum`, `logical_and` and `logical_or`, and `accumulate`
-of `add` and `multiply`, are the sums and products along an axis, by default the first. Functions that are also among the [constants](#constants)
-have the derivative zero.
+of `add` and `multiply`, are the sums and products along an axis, by default the first.
+
+Functions that are also among the [constants](#constants) have the derivative zero.
 
 ## Some of the derivatives
 
