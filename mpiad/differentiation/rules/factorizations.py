@@ -117,10 +117,19 @@ def eigh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
     return values, anp.matmul(ans[1], over_gaps(rotated, ans[0], None, ""))
 
 
-@composition(linalg.eigvalsh)
-def eigvalsh(a: Array, UPLO: str = "L") -> Array:  # noqa: N803 (NumPy's name)
-    """Return `numpy.linalg.eigvalsh`: the values of `eigh`."""
-    return linalg.eigh(a, UPLO)[0]
+def eigvalsh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Call the rule of `eigh` with the cotangents of the values only."""
+
+    def vjp(g: Array) -> tuple[Array]:
+        pairs = linalg.eigh(*args, **kwargs)
+        return eigh_vjp(argnums, pairs, args, kwargs)((g, anp.zeros_like(pairs[1])))
+
+    return vjp
+
+
+def eigvalsh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return the tangent of the values by the rule of `eigh`."""
+    return eigh_jvp(argnums, gs, linalg.eigh(*args, **kwargs), args, kwargs)[0]
 
 
 def eig_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -459,6 +468,7 @@ VJPS = {
     linalg.cholesky: cholesky_vjp,
     linalg.eig: eig_vjp,
     linalg.eigh: eigh_vjp,
+    linalg.eigvalsh: eigvalsh_vjp,
     least_squares: least_squares_vjp,
     linalg.pinv: pinv_vjp,
     linalg.qr: qr_vjp,
@@ -470,6 +480,7 @@ VJPS = {
 }
 JVPS = {
     linalg.eigh: eigh_jvp,
+    linalg.eigvalsh: eigvalsh_jvp,
     least_squares: least_squares_jvp,
     linalg.qr: qr_jvp,
     linalg.slogdet: slogdet_jvp,
