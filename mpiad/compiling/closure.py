@@ -27,7 +27,7 @@ import dis
 import sys
 from abc import ABCMeta, get_cache_token
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
@@ -309,7 +309,7 @@ class FunctionReader:
         for path, value in [*objects.values]:
             self._own(path, value, name)
 
-    def _own(self, path: tuple[Place, ...], value: Any, name: str) -> None:
+    def _own(self, path: tuple[_Place, ...], value: Any, name: str) -> None:
         """Record an attribute in the `__dict__` or in a slot of an object."""
         self.path = (*path, (None, (type(value).__qualname__, name)))
         own: dict[str, Any] = getattr(value, "__dict__", {})
@@ -584,12 +584,6 @@ def computes_as_ndarray(kind: type) -> bool:
 def _is_computed(kind: type, name: str, own: Mapping[str, Any]) -> bool:
     """Return whether an attribute that isn't stored may exist: by `__getattr__`, in the class of a class, by `super()`."""
     return name.startswith("__") or "__getattr__" in own or hasattr(kind, "__getattr__") or hasattr(kind, name)
-
-
-def is_instance(value: object) -> bool:
-    """Return whether an object of a user's class may be followed as a whole."""
-    is_other = not callable(value) and not isinstance(value, (*_VALUES, ModuleType, Enum))
-    return is_other and not FunctionReader().is_constant(value) and not _obstacle(type(value))
 
 
 def _uses_first_argument(fun: Any) -> bool:

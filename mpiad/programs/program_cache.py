@@ -24,7 +24,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.compiling.closure import HoldsTraced, Unknown, is_instance, watch_of
+from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
 from mpiad.compiling.watch import Watch
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, leaves_of, refuse_changes
 from mpiad.programs.fusion import Schedule
@@ -53,7 +53,6 @@ from mpiad.transport.world import level_of_repeats
 Retrace: TypeAlias = Callable[[Watch, Sequence[Note]], object]
 MAX_TRACES = 32  # maximum number of traces of one function
 _MOST_CHANGES = 4  # of the closure by traces for one signature
-_MOST_OBJECTS = 8  # of a user's class, among the arguments of traces
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
@@ -277,7 +276,6 @@ class ProgramCache:
         # For signatures whose programs depend on decisions (see `number_conditions`), all programs, the latest first.
         self.variants: dict[Any, list[Any]] = {}
         self.reasons: dict[Any, str] = {}
-        self._objects = Counter[type]()  # for classes of objects among the arguments, the number of traces
         self._changes_arguments, self._changes = False, Counter[Hashable]()  # `_changes`: of the closure, by signature
         self.most_operations: int | None = None  # of programs; None for no limit
         self.most_variants, self.instead = MAX_TRACES + 1, fun  # `instead`: what is called if a call isn't compiled
@@ -384,17 +382,8 @@ class ProgramCache:
 
     def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
         if not self.is_exhausted:
-            constants = arguments.constants()
-            watch = self._read(key, arguments, constants, optional)
+            watch = self._read(key, arguments, arguments.constants(), optional)
             self.attempts.traces += watch is not None
-            kinds = {type(x) for x in constants if watch is not None and is_instance(x)}
-            self._objects.update(kinds)
-            for kind in kinds:
-                if self._objects[kind] > _MOST_OBJECTS:
-                    advice = "register the class by mpiad.pytrees.register, or pass its values as arguments"
-                    self.give_up(None, f"calls get other objects of class {kind.__name__}: {advice}", optional)
-                    self.attempts.traces = MAX_TRACES
-                    return None
             return watch
         repeated = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
         reason = self.attempts.reason or repeated

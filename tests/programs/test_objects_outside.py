@@ -6,7 +6,6 @@ tangent, a loop, or in functions that are alike, and compared with plain Python 
 
 from __future__ import annotations
 
-import logging
 import sys
 from types import ModuleType
 from typing import Any
@@ -298,19 +297,3 @@ def test_subdomains_that_differ_between_ranks(rank, size):
         y = 2.0 * np.cos(X) + rates * X**2
         np.testing.assert_allclose(compiled(X), np.sum(y**2), rtol=1e-13)
         np.testing.assert_allclose(slope(X), (2.0 * y * (2.0 * rates * X - 2.0 * np.sin(X)))[rank], rtol=1e-13)
-
-
-@pytest.mark.serial
-def test_a_new_object_in_each_call_is_interpreted_after_a_few_traces(caplog):
-    caplog.set_level(logging.WARNING, "mpiad")
-
-    class State:
-        def __init__(self, u):
-            self.u = u
-
-    jitted = mpiad.jit(lambda state, a: anp.sum(a * state.u**2))
-    for k in range(40):
-        np.testing.assert_allclose(
-            jitted(State(np.arange(3.0) + k), 2.0), 2.0 * np.sum((np.arange(3.0) + k) ** 2), rtol=1e-14
-        )
-    assert jitted.is_interpreted and caplog.text.count("other objects of class State: register the class") == 1
