@@ -27,7 +27,7 @@ import dis
 import sys
 from abc import ABCMeta, get_cache_token
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache, partial
 from types import (
@@ -309,7 +309,7 @@ class FunctionReader:
         for path, value in [*objects.values]:
             self._own(path, value, name)
 
-    def _own(self, path: tuple[_Place, ...], value: Any, name: str) -> None:
+    def _own(self, path: tuple[Place, ...], value: Any, name: str) -> None:
         """Record an attribute in the `__dict__` or in a slot of an object."""
         self.path = (*path, (None, (type(value).__qualname__, name)))
         own: dict[str, Any] = getattr(value, "__dict__", {})

@@ -90,14 +90,14 @@ class Watch:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
+        self._values: dict[str, object] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
         self.arrays: list[tuple[Array, Array]] = []  # writable arrays, and copies of them
         # For conditions that the function may violate itself, the expressions that are read, and functions that restore
         # the objects.
         self._changeable: list[tuple[str, tuple[Place, ...], Callable[[], object]]] = []
         self._paths_of_arrays: list[tuple[Place, ...]] = []
 
-    def note(self, term: str, *values: Any) -> str:
+    def note(self, term: str, *values: object) -> str:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
         names = [f"x{len(self._values) + k}" for k in range(len(values))]
         self._values.update(zip(names, values))
@@ -117,13 +117,13 @@ class Watch:
             term = self.note("{0}.cell_contents is {1}", cell, value)
         self._changeable.append((term, path, partial(_fill, cell, value)))
 
-    def note_name(self, path: tuple[Place, ...], names: Mapping[str, Any], name: str, owner: type | None) -> None:
+    def note_name(self, path: tuple[Place, ...], names: Mapping[str, object], name: str, owner: type | None) -> None:
         """Add the condition that a name in a namespace, that of the class `owner` or a dict, refers to the same object."""
         value = names.get(name, MISSING)
         term = self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, value)
         self._changeable.append((term, path, partial(_set_name, names if owner is None else owner, name, value)))
 
-    def note_attribute_names(self, path: tuple[Place, ...], names: dict[str, Any]) -> None:
+    def note_attribute_names(self, path: tuple[Place, ...], names: dict[str, object]) -> None:
         """Add the condition that an object has the same attributes in its `__dict__`."""
         term = self.note("[*{0}] == {1}", names, [*names])
         self._changeable.append((term, path, partial(_drop, names, frozenset(names))))
@@ -179,7 +179,7 @@ def _checked(expression: str, names: dict[str, Any]) -> Callable[[], bool]:
     return names["check"]
 
 
-def _same_parts(container: Any, parts: list[Any]) -> bool:
+def _same_parts(container: Any, parts: list[object]) -> bool:
     found = parts_of(container)
     return len(found) == len(parts) and all(map(operator.is_, found, parts))
 
@@ -232,7 +232,7 @@ def _set_name(owner: Any, name: str, value: object) -> None:
         owner[name] = value
 
 
-def _drop(names: dict[str, Any], kept: frozenset[str]) -> None:
+def _drop(names: dict[str, object], kept: frozenset[str]) -> None:
     for name in names.keys() - kept:
         del names[name]
 

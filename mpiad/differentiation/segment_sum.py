@@ -66,9 +66,7 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
     numbers: Any = segments
     if isinstance(segments, (list, tuple, range)):
         numbers = np.asarray(segments, None if len(segments) else np.int64)
-    allowed = "an integer, zero or more"
-    number = integer_of(count, "segment_sum", "count", allowed)
-    if number < 0:
+    if (number := integer_of(count, "segment_sum", "count", allowed := "an integer, zero or more")) < 0:
         raise TypeError(f"segment_sum: count must be {allowed}, but got {count!r}.")
     if getattr(numbers, "ndim", None) != 1 or numbers.dtype.kind not in "iu":
         raise TypeError(
@@ -81,9 +79,8 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
             f"segment_sum: values and segments must have the same length, but got shapes {shape} and {numbers.shape}."
         )
     # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
-    if _recorder(numbers) is not None:
-        return add_segments(values, (numbers, number))
-    return add_segments(values, Segments(numbers, number, checked=False))
+    is_traced = _recorder(numbers) is not None
+    return add_segments(values, (numbers, number) if is_traced else Segments(numbers, number, checked=False))
 
 
 class Segments:

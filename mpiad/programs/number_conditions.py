@@ -10,21 +10,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.compiling.source import indented
 from mpiad.programs.traced_array import PYTHON_COMPARISONS, PYTHON_OPERATORS, Ref, Step, is_number_of
 
-if TYPE_CHECKING:
-    from mpiad.programs.recorder import Recorder
+
+class Trace(Protocol):
+    """What conditions depend on of a `Recorder`."""
+
+    specs: list[tuple[Shape, np.dtype]]
+    inputs: list[int]
+    weak: set[int]
+    steps: list[Step]
+    decisions: dict[tuple[int, type], object]
+    condition: Callable[[Sequence[Array]], bool] | None
+
 
 _OPERATORS = PYTHON_OPERATORS | PYTHON_COMPARISONS
 
 
-def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
+def admits_of(recorder: Trace) -> Callable[[Sequence[Array]], bool] | None:
     """Return a function of the arguments: whether a program computes with Python numbers as Python does; None if always."""
     kinds = _kinds(recorder)
     names: dict[str, Any] = {"i": int, "f": float, "c": complex, "is_number_of": is_number_of}
@@ -56,18 +65,18 @@ def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     return names["admits"]
 
 
-def is_computed(recorder: Recorder, number: int) -> bool:
+def is_computed(recorder: Trace, number: int) -> bool:
     """Return whether a value of a trace is a Python number that is computed from numbers among the arguments only."""
     return number in recorder.weak and (
         number in recorder.inputs or any(number in step.outs for step in _computed(recorder, _OPERATORS))
     )
 
 
-def _kinds(recorder: Recorder) -> dict[int, str]:
+def _kinds(recorder: Trace) -> dict[int, str]:
     return {n: recorder.specs[n][1].kind for n in recorder.weak}
 
 
-def _computed(recorder: Recorder, operators: Mapping[np.ufunc, Callable[..., object]]) -> Iterator[Step]:
+def _computed(recorder: Trace, operators: Mapping[np.ufunc, Callable[..., object]]) -> Iterator[Step]:
     """Yield the steps that compute Python numbers by operators from numbers among the arguments."""
     kinds = _kinds(recorder)
     known = {n for n in recorder.inputs if kinds.get(n, "b") != "b"}

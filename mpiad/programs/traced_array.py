@@ -157,10 +157,16 @@ PYTHON_OPERATORS: dict[np.ufunc, Callable[..., object]] = {
     np.positive: operator.pos, np.absolute: operator.abs,
 }  # fmt: skip
 PYTHON_COMPARISONS: dict[np.ufunc, Callable[..., object]] = {
-    np.equal: operator.eq, np.not_equal: operator.ne, np.less: operator.lt, np.less_equal: operator.le,
-    np.greater: operator.gt, np.greater_equal: operator.ge, np.bitwise_and: operator.and_, np.bitwise_or: operator.or_,
+    np.equal: operator.eq,
+    np.not_equal: operator.ne,
+    np.less: operator.lt,
+    np.less_equal: operator.le,
+    np.greater: operator.gt,
+    np.greater_equal: operator.ge,
+    np.bitwise_and: operator.and_,
+    np.bitwise_or: operator.or_,
     np.bitwise_xor: operator.xor,
-}  # fmt: skip
+}
 
 
 def is_number_of(kind: str, x: Any) -> bool:

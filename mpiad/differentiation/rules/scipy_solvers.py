@@ -29,9 +29,16 @@ def _require_one(fun: Primitive, matrix: Array, ans: Array) -> None:
 
 @_passed
 def solve_triangular_vjp(
-    argnums: Argnums, ans: Array, a: Array, b: Array, trans: Any = 0, lower: bool = False, unit_diagonal: bool = False,
-    overwrite_b: bool = False, check_finite: bool = True,
-) -> Vjp:  # fmt: skip
+    argnums: Argnums,
+    ans: Array,
+    a: Array,
+    b: Array,
+    trans: Any = 0,
+    lower: bool = False,
+    unit_diagonal: bool = False,
+    overwrite_b: bool = False,
+    check_finite: bool = True,
+) -> Vjp:
     """Return the solution w of the transposed system for b; for the triangle of A that is read, -w xᵀ."""
     from autograd.scipy.linalg import solve_triangular  # type: ignore[attr-defined]
 
@@ -55,9 +62,15 @@ def solve_triangular_vjp(
 
 @_passed
 def solve_banded_vjp(
-    argnums: Argnums, ans: Array, l_and_u: tuple[int, int], ab: Array, b: Array, overwrite_ab: bool = False,
-    overwrite_b: bool = False, check_finite: bool = True,
-) -> Vjp:  # fmt: skip
+    argnums: Argnums,
+    ans: Array,
+    l_and_u: tuple[int, int],
+    ab: Array,
+    b: Array,
+    overwrite_ab: bool = False,
+    overwrite_b: bool = False,
+    check_finite: bool = True,
+) -> Vjp:
     """Return the solution w of the transposed system for b; for the bands, the entries of -w xᵀ on them."""
     from autograd.scipy.linalg import solve_banded  # type: ignore[attr-defined]
 

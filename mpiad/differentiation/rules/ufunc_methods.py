@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,17 +14,19 @@ from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.protocol import anp
 
 _REDUCTIONS = {
-    anp.add: anp.sum, anp.multiply: anp.prod, anp.maximum: anp.max, anp.minimum: anp.min, anp.logical_and: anp.all,
-    anp.logical_or: anp.any,
-}  # fmt: skip
+    getattr(anp, name): getattr(anp, reduction)
+    for name, reduction in zip(
+        "add multiply maximum minimum logical_and logical_or".split(), "sum prod max min all any".split()
+    )
+}
 
 
-def _outer(fun: Function, x: Array, y: Array, **kwargs: Any) -> Array:
+def _outer(fun: Function, x: Array, y: Array, **kwargs: object) -> Array:
     x, y = _array_of(x), _array_of(y)
     return fun(anp.reshape(x, anp.shape(x) + (1,) * anp.ndim(y)), y, **kwargs)
 
 
-def _along_first_axis(fun: Function, x: Array, axis: int | None = 0, *args: Any, **kwargs: Any) -> Array:
+def _along_first_axis(fun: Function, x: Array, axis: int | None = 0, *args: object, **kwargs: object) -> Array:
     return fun(_array_of(x), axis, *args, **kwargs)
 
 
