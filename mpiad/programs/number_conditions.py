@@ -38,7 +38,12 @@ def admits_of(recorder: Trace) -> Callable[[Sequence[Array]], bool] | None:
     kinds = _kinds(recorder)
     names: dict[str, Any] = {"i": int, "f": float, "c": complex, "is_number_of": is_number_of}
     inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
-    lines, checks = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()], list[str]()
+    lines, limited = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()], set[int]()
+    for step in _computed(recorder, _OPERATORS):
+        # Loops compute with floats in place of integers; Python converts the integer only if the other number is a float.
+        if kinds[step.outs[0]] in "bi" or step.fun in (np.true_divide, np.floor_divide, np.remainder):
+            limited |= {x.number for x in step.args if type(x) is Ref and kinds[x.number] == "i"}
+    checks = [f"{-(2**53)} <= v{n} <= {2**53}" for n in sorted(limited & inputs.keys())]
     for step in _computed(recorder, _OPERATORS if recorder.decisions else PYTHON_OPERATORS):
         (out,), *others = step.outs, *[x for x in step.args if type(x) is not Ref]
         names |= {f"f{out}": _OPERATORS[step.fun]} | {f"c{out}": x for x in others}

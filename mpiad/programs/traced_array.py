@@ -184,11 +184,22 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS or type(other) is bool
         if not (self.weak and is_weak):
             return self.recorder.call(ufunc, given, {})
+        if ufunc in PYTHON_OPERATORS and all(_is_bool(x) for x in given):  # for Python they are the integers 0 and 1
+            given = (_as_integer(given[0]), _as_integer(given[1]))
         if ufunc is np.power and all(np.result_type(x).kind in "iu" for x in plain(given)):
             mapped(given, ask_for_integer)  # ends the trace: NumPy's powers of integers overflow, unlike Python's
         return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method
+
+
+def _is_bool(x: Any) -> bool:
+    return x.dtype.kind == "b" if isinstance(x, TracedArray) else type(x) is bool
+
+
+def _as_integer(x: Any) -> Any:
+    """Return a Python boolean as an integer."""
+    return x.recorder.weaken(x.recorder.call(np.add, (x, 0), {})) if isinstance(x, TracedArray) else int(x)
 
 
 _raised = _binary(np.power)
@@ -205,7 +216,8 @@ def _power(self: TracedArray, other: Any) -> Any:
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
     def method(self: TracedArray) -> Any:
-        made = self.recorder.call(ufunc, (self,), {})
+        given = _as_integer(self) if self.weak and _is_bool(self) else self
+        made = self.recorder.call(ufunc, (given,), {})
         return self.recorder.weaken(made) if self.weak else made
 
     return method

@@ -264,6 +264,8 @@ OF_NUMBERS = {
     "comparison": lambda x, k: x * (k + 1 > 4) + (abs(-k - 2) <= 6),
     "single": lambda x, k: x.astype(np.float32) * (k + 1),
     "row": lambda x, k: x * TABLE[(k + 2) % 4],
+    "conditions": lambda x, k: x * ((k > 1) + (k > 3)) + ((k > 5) + True) - (k > 2) * (k < 9) + ~(k > 4) * 0.5 - (-(k > 7)),
+    "large": lambda x, k: x + (k - 2**53) + (k % 3) + (k > 2**53),
 }
 TABLE = np.arange(20.0).reshape(4, 5) ** 2
 
