@@ -118,7 +118,7 @@ class _Objects(NamedTuple):
     """The objects of a class that are read as a whole."""
 
     are_all_read: bool  # whether all attributes are read
-    values: list[tuple[tuple[Place, ...], Any]]  # with the paths by which they were reached
+    values: list[tuple[tuple[Place, ...], object]]  # with the paths by which they were reached
     names: dict[str, bool]  # the names of attributes, and whether they have been read
 
 
@@ -178,7 +178,7 @@ class FunctionReader:
     def variable(self, cell: CellType, value: object) -> None:
         """Record the value of a variable of an enclosing function."""
 
-    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
+    def name(self, names: Mapping[str, object], name: str, owner: type | None = None) -> None:
         """Record the object of a name in a namespace, that of the class `owner` or a dict, or that the name is missing."""
 
     def library_object(self, value: object) -> None:
@@ -193,7 +193,7 @@ class FunctionReader:
     def slot(self, value: object, name: str, part: object) -> None:
         """Record an attribute in a slot of an object; the attribute is read afterwards."""
 
-    def attribute_names(self, value: dict[str, Any]) -> None:
+    def attribute_names(self, value: dict[str, object]) -> None:
         """Record the names of the attributes in the `__dict__` of an object."""
 
     # ---- objects of all kinds
@@ -278,7 +278,7 @@ class FunctionReader:
             self._read_pending((type(value).__name__,))
             self.library_object(value)
 
-    def instance(self, value: Any) -> None:
+    def instance(self, value: object) -> None:
         """Record an object of a user's class: the class, and the attributes whose names occur in the code."""
         kind, outer = type(value), self.path
         if obstacle := _obstacle(kind):
@@ -309,7 +309,7 @@ class FunctionReader:
         for path, value in [*objects.values]:
             self._own(path, value, name)
 
-    def _own(self, path: tuple[Place, ...], value: Any, name: str) -> None:
+    def _own(self, path: tuple[Place, ...], value: object, name: str) -> None:
         """Record an attribute in the `__dict__` or in a slot of an object."""
         self.path = (*path, (None, (type(value).__qualname__, name)))
         own: dict[str, Any] = getattr(value, "__dict__", {})
@@ -460,7 +460,7 @@ class FunctionReader:
         elif not isinstance(value, _DESCRIPTORS):
             self.read(value)
 
-    def method(self, value: Any, is_new: bool) -> None:
+    def method(self, value: object, is_new: bool) -> None:
         """Record a function that a class defines; `is_new`: whether the code has created the object."""
         self.read(value)
 
@@ -586,7 +586,7 @@ def _is_computed(kind: type, name: str, own: Mapping[str, Any]) -> bool:
     return name.startswith("__") or "__getattr__" in own or hasattr(kind, "__getattr__") or hasattr(kind, name)
 
 
-def _uses_first_argument(fun: Any) -> bool:
+def _uses_first_argument(fun: FunctionType) -> bool:
     """Return whether a function may use its first argument otherwise than to read attributes."""
     try:
         return () in reads_of_first_argument(fun.__code__)
@@ -778,7 +778,7 @@ class _WatchReader(FunctionReader):
     def variable(self, cell: CellType, value: object) -> None:
         self.watch.note_variable(self.path, cell, value)
 
-    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
+    def name(self, names: Mapping[str, object], name: str, owner: type | None = None) -> None:
         self._asks_for_attributes |= name in ("getattr", "hasattr")
         if (id(names), name) not in self._noted:
             self._noted.add((id(names), name))
@@ -830,7 +830,7 @@ class _WatchReader(FunctionReader):
     def slot(self, value: object, name: str, part: object) -> None:
         self.watch.note_slot(self.path, value, name, part)
 
-    def attribute_names(self, value: dict[str, Any]) -> None:
+    def attribute_names(self, value: dict[str, object]) -> None:
         self.watch.note_attribute_names(self.path, value)
 
     def attribute(self, value: Any, name: str) -> Any:
@@ -882,7 +882,7 @@ class _Survey(_WatchReader):
         if _changes(value.__code__, value in self._methods) or assigns_outside(value.__code__):
             self.effect = f"assigns variables or attributes in {value.__qualname__}"
 
-    def method(self, value: Any, is_new: bool) -> None:
+    def method(self, value: object, is_new: bool) -> None:
         if is_new:
             self._methods.add(value)
         elif isinstance(value, FunctionType):
@@ -899,7 +899,7 @@ class _Survey(_WatchReader):
         self.function(fun)
         super().read_first_argument(fun, value)
 
-    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
+    def name(self, names: Mapping[str, object], name: str, owner: type | None = None) -> None:
         if name == "print":
             self.effect = self.effect or PRINTS
 

@@ -140,10 +140,10 @@ class _ValueReader(FunctionReader):
     def function(self, value: FunctionType) -> None:
         self.entries.append(value.__code__)
 
-    def name(self, names: Mapping[str, Any], name: str, owner: type | None = None) -> None:
+    def name(self, names: Mapping[str, object], name: str, owner: type | None = None) -> None:
         self.entries.append(name)
 
-    def instance(self, value: Any) -> None:
+    def instance(self, value: object) -> None:
         raise Unknown(f"an object of type {type(value).__name__}")
 
     def library_object(self, value: object) -> None:

@@ -33,7 +33,7 @@ def text_of(path: tuple[Place, ...]) -> str:
 _SEQUENCES, _MAPPINGS = (list, deque), (OrderedDict, dict)
 
 
-def _class_of(container: Any) -> Any:
+def _class_of(container: object) -> Any:
     return next((kind for kind in (*_SEQUENCES, *_MAPPINGS, tuple, set, frozenset) if isinstance(container, kind)), None)
 
 
@@ -51,7 +51,7 @@ def parts_of(container: Any) -> list[Any]:
     return list(kind.__iter__(container))
 
 
-def content_of(cell: CellType) -> Any:
+def content_of(cell: CellType) -> object:
     """Return the value of a variable of an enclosing function; MISSING if none has been assigned yet."""
     try:
         return cell.cell_contents
@@ -133,7 +133,7 @@ class Watch:
         term = self.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", owner, value)
         self._changeable.append((term, path, partial(_set_slot, owner, name, value)))
 
-    def note_container(self, path: tuple[Place, ...], container: Any, owner: type | None = None) -> None:
+    def note_container(self, path: tuple[Place, ...], container: object, owner: type | None = None) -> None:
         """Add the condition that a container, or the namespace of the class `owner`, contains the same objects."""
         parts = parts_of(container)
         is_empty = not parts and type(container) in (list, dict, set)
@@ -179,7 +179,7 @@ def _checked(expression: str, names: dict[str, Any]) -> Callable[[], bool]:
     return names["check"]
 
 
-def _same_parts(container: Any, parts: list[object]) -> bool:
+def _same_parts(container: object, parts: list[object]) -> bool:
     found = parts_of(container)
     return len(found) == len(parts) and all(map(operator.is_, found, parts))
 

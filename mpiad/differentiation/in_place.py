@@ -376,12 +376,12 @@ def keeping_arguments(fun: Function) -> Function:
     return called
 
 
-def leaves_of(args: Sequence[Tree]) -> list[tuple[Tree, list[Any]]]:
+def leaves_of(args: Sequence[Tree]) -> list[tuple[Tree, list[object]]]:
     """Return a function's arguments with their leaves, for `refuse_changes`."""
     return [(x, flatten(x)[0]) for x in args]
 
 
-def refuse_changes(given: list[tuple[Tree, list[Any]]], made: Tree) -> None:
+def refuse_changes(given: list[tuple[Tree, list[object]]], made: Tree) -> None:
     """End a trace in failure if the function has changed a list or dict that it doesn't return."""
     for x, before in given:
         after = flatten(x)[0] if isinstance(x, (list, dict, tuple)) else before

@@ -94,7 +94,7 @@ def _computed(recorder: Trace, operators: Mapping[np.ufunc, Callable[..., object
             yield step
 
 
-def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[Any] | Mapping[int, Any]) -> bool:
+def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[object] | Mapping[int, object]) -> bool:
     """Return whether a program can compute with each of some numbers as its first argument, and the other arguments."""
     others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k])
     return _admits_all(admits, numbers, others)
@@ -102,5 +102,5 @@ def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[Any] | Mappi
 
 @functools.lru_cache(maxsize=256)
 def _admits_all(admits: Any, numbers: Sequence[int], others: tuple) -> bool:
-    given: dict[int, Any] = dict(others)
+    given: dict[int, object] = dict(others)
     return all(admits(given | {0: number}) for number in numbers)

@@ -176,7 +176,7 @@ def entry_of_trace(
 
 
 def optional_program(
-    fun: Function, arguments: Arguments, objects: Sequence[Any], notes: Sequence[Note] | None = None
+    fun: Function, arguments: Arguments, objects: Sequence[object], notes: Sequence[Note] | None = None
 ) -> Entry | None:
     """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`.
 
@@ -272,7 +272,7 @@ class ProgramCache:
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         # For a signature that is interpreted, the watch of what was read before the reason was found; none if it's final.
         self._refusals: dict[Hashable, Watch] = {}
-        self.programs: dict[Any, Recorded] = {}  # programs for derivatives
+        self.programs: dict[Hashable, Recorded] = {}  # programs for derivatives
         # For signatures whose programs depend on decisions (see `number_conditions`), all programs, the latest first.
         self.variants: dict[Any, list[Any]] = {}
         self.reasons: dict[Any, str] = {}

@@ -190,7 +190,7 @@ class Recorder:
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
-        self.decisions: dict[tuple[int, type], Any] = {}  # see `decision`; by the number of the value, and the type
+        self.decisions: dict[tuple[int, type], object] = {}  # see `decision`; by the number of the value, and the type
         self.condition: Any = None  # on the arguments, of a program that the trace contains; see `number_conditions`
         self.channels: set[Used] = set()
         self._outermost: FrameType | None = None  # the user's frame around the trace
@@ -264,7 +264,7 @@ class Recorder:
             self.asked = next(iter(numbers), None)
         self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
 
-    def decision(self, x: TracedArray, kind: type, reason: str) -> Any:
+    def decision(self, x: TracedArray, kind: type, reason: str) -> int:
         """Return x as a bool or an index if it depends on numbers among the arguments only; else end the trace.
 
         The program is valid for all numbers that lead to the same value. Of integers, only remainders are indices.

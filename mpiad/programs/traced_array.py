@@ -193,13 +193,13 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
     return method
 
 
-def _is_bool(x: Any) -> bool:
+def _is_bool(x: object) -> bool:
     return x.dtype.kind == "b" if isinstance(x, TracedArray) else type(x) is bool
 
 
-def _as_integer(x: Any) -> Any:
+def _as_integer(x: object) -> object:
     """Return a Python boolean as an integer."""
-    return x.recorder.weaken(x.recorder.call(np.add, (x, 0), {})) if isinstance(x, TracedArray) else int(x)
+    return x.recorder.weaken(x.recorder.call(np.add, (x, 0), {})) if isinstance(x, TracedArray) else int(bool(x))
 
 
 _raised = _binary(np.power)

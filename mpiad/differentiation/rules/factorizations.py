@@ -17,7 +17,6 @@ separate", SIAM J. Numer. Anal. 10 (1973), section 4.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -431,7 +430,7 @@ def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def svd_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+def svd_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array | tuple[Array, ...]:
     """Rotate the change of the matrix to the singular vectors; both rotations of the vectors follow from its parts."""
     named = bound(linalg.svd, "a full_matrices compute_uv", args, kwargs)
     with_vectors = named.get("compute_uv", True)
@@ -455,7 +454,7 @@ def svd_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -
     return of_left, of_values, anp.conj(_transposed(of_right))
 
 
-def _thin(ans: Array, named: dict[str, Any]) -> Array:
+def _thin(ans: Array, named: dict[str, object]) -> Array:
     """Return the factors; raise an error for those that the matrix doesn't determine."""
     if named.get("full_matrices", True):
         raise refusal(linalg.svd, "with these arguments: pass full_matrices=False, or compute_uv=False")

@@ -8,7 +8,6 @@ programs that call them import SciPy. A rule gets the call's arguments as they w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -33,7 +32,7 @@ def solve_triangular_vjp(
     ans: Array,
     a: Array,
     b: Array,
-    trans: Any = 0,
+    trans: int | str = 0,
     lower: bool = False,
     unit_diagonal: bool = False,
     overwrite_b: bool = False,
@@ -43,7 +42,7 @@ def solve_triangular_vjp(
     from autograd.scipy.linalg import solve_triangular  # type: ignore[attr-defined]
 
     _require_one(solve_triangular, a, ans)
-    form = {0: "N", 1: "T", 2: "C"}.get(trans, trans)
+    form = trans if isinstance(trans, str) else "NTC"[trans]
 
     def vjp(g: Array) -> tuple[Array, ...]:
         matrix, transposed = (anp.conj(a) if form == "C" else a), "T" if form == "N" else "N"
