@@ -748,8 +748,7 @@ class _WatchReader(FunctionReader):
             return True
         self._known[id(value)] = value
         if len(self._known) > _MAX_OBJECTS:
-            text = f"there are more than {_MAX_OBJECTS} objects: pass arrays of their values as arguments"
-            raise Unknown(text)
+            raise Unknown(f"there are more than {_MAX_OBJECTS} objects: pass arrays of their values as arguments")
         return False
 
     def array(self, value: np.ndarray) -> None:
@@ -761,10 +760,10 @@ class _WatchReader(FunctionReader):
             path = self.path
             if path and len(names := path[-1][1]) > 1 and hasattr(type(value), names[-1]):
                 path = (*path[:-1], (path[-1][0], names[:-1]))  # without the container's method
-            self.watch.note_container(path, value)
+            self.watch.note_container(path, value, parts)
 
     def members(self, value: type) -> None:
-        self.watch.note_container(self.path, vars(value), value)
+        self.watch.note_members(self.path, value)
 
     def function(self, value: FunctionType) -> None:
         same = "{0}.__code__ is {1} and {0}.__defaults__ is {2} and {0}.__kwdefaults__ is {3}"

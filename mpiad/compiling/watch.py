@@ -91,11 +91,12 @@ class Watch:
     def __init__(self) -> None:
         self._terms: list[str] = []
         self._values: dict[str, object] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
-        self.arrays: list[tuple[Array, Array]] = []  # writable arrays, and copies of them
+        # The conditions on the contents of writable arrays, which are checked last; the arrays and copies of them.
+        self._terms_of_arrays: list[str] = []
+        self._arrays: dict[str, object] = {}
         # For conditions that the function may violate itself, the expressions that are read, and functions that restore
         # the objects.
         self._changeable: list[tuple[str, tuple[Place, ...], Callable[[], object]]] = []
-        self._paths_of_arrays: list[tuple[Place, ...]] = []
 
     def note(self, term: str, *values: object) -> str:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
@@ -106,8 +107,10 @@ class Watch:
 
     def note_array(self, path: tuple[Place, ...], x: Array) -> None:
         """Add the condition that the contents of a writable array are unchanged."""
-        self.arrays.append((x, x.copy()))
-        self._paths_of_arrays.append(path)
+        k, copy = len(self._terms_of_arrays), x.copy()
+        self._arrays |= {f"array{k}": x, f"copy{k}": copy}
+        self._terms_of_arrays.append(term := f"same_bits(array{k}, copy{k})")
+        self._changeable.append((term, path, partial(_write, x, copy)))
 
     def note_variable(self, path: tuple[Place, ...], cell: CellType, value: object) -> None:
         """Add the condition that a variable of an enclosing function has a value."""
@@ -133,22 +136,24 @@ class Watch:
         term = self.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", owner, value)
         self._changeable.append((term, path, partial(_set_slot, owner, name, value)))
 
-    def note_container(self, path: tuple[Place, ...], container: object, owner: type | None = None) -> None:
-        """Add the condition that a container, or the namespace of the class `owner`, contains the same objects."""
-        parts = parts_of(container)
+    def note_container(self, path: tuple[Place, ...], container: object, parts: list[Any]) -> None:
+        """Add the condition that a container contains the same objects, which are `parts_of` it."""
         is_empty = not parts and type(container) in (list, dict, set)
         term = self.note("not {0}" if is_empty else "same_parts({0}, {1})", container, parts)
-        self._changeable.append((term, path, partial(_refill, container, parts, owner)))
+        self._changeable.append((term, path, partial(_refill, container, parts)))
+
+    def note_members(self, path: tuple[Place, ...], owner: type) -> None:
+        """Add the condition that the namespace of a class contains the same objects."""
+        term = self.note("same_parts({0}, {1})", vars(owner), parts_of(vars(owner)))
+        self._changeable.append((term, path, partial(_refill_class, owner, dict(vars(owner)))))
 
     def changed(self, restore: bool) -> str:
         """Return the expression of the first variable, container or array that has changed; restore all of them, if asked.
 
         Return "" if nothing has changed, or if an object that has changed can't be restored.
         """
-        changed = [(path, undo) for term, path, undo in self._changeable if not _checked(term, self._values)()]
-        for (x, copy), path in zip(self.arrays, self._paths_of_arrays):
-            if not same_bits(x, copy):
-                changed.append((path, partial(_write, x, copy)))
+        names = {**self._values, **self._arrays}
+        changed = [(path, undo) for term, path, undo in self._changeable if not _checked(term, names)()]
         if not changed:
             return ""
         try:
@@ -167,10 +172,8 @@ class Watch:
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
         """A function that checks all conditions, generated as one expression for speed."""
-        places = range(len(self.arrays))
-        terms = [*self._terms, *[f"same_bits(array{k}, copy{k})" for k in places]]
-        arrays = {f"{name}{k}": x for k in places for name, x in zip(("array", "copy"), self.arrays[k])}
-        return _checked(" and ".join(terms) or "True", self._values | arrays)
+        terms = [*self._terms, *self._terms_of_arrays]
+        return _checked(" and ".join(terms) or "True", {**self._values, **self._arrays})
 
 
 def _checked(expression: str, names: dict[str, Any]) -> Callable[[], bool]:
@@ -187,19 +190,16 @@ def _same_parts(container: object, parts: list[object]) -> bool:
 # The restoring of objects, by methods of built-in classes.
 
 
-def _refill(container: Any, parts: list[Any], owner: type | None) -> None:
-    found = parts_of(container)
+def _refill_class(owner: type, members: dict[str, object]) -> None:
+    for name in {**members, **vars(owner)}:
+        if vars(owner).get(name, MISSING) is not (member := members.get(name, MISSING)):
+            _set_name(owner, name, member)
+
+
+def _refill(container: Any, parts: list[Any]) -> None:
     if isinstance(container, MappingProxyType):
-        middle, before = len(found) // 2, dict(zip(parts, parts[len(parts) // 2 :]))
-        for name in found[:middle]:
-            if owner is not None and before.get(name, MISSING) is not container[name]:
-                _set_name(owner, name, before.get(name, MISSING))
-        for name in before.keys() - set(found[:middle]) if owner is not None else ():
-            _set_name(owner, name, before[name])
-        if owner is None:
-            _refill(gc.get_referents(container)[0], parts, None)
-        return
-    kind: Any = _class_of(container)
+        (container,) = gc.get_referents(container)
+    found, kind = parts_of(container), _class_of(container)
     if kind in _MAPPINGS:
         middle = len(parts) // 2
         if list(map(id, found[: len(found) // 2])) != list(map(id, parts[:middle])):

@@ -34,12 +34,10 @@ from mpiad.programs.interpretation import message_counts
 from mpiad.programs.program_cache import (
     Attempts,
     Entry,
-    FailedTrace,
     ProgramCache,
     Traced,
     count,
     fresh,
-    is_admitted,
     raising_failures,
     traced_parts,
 )
@@ -530,10 +528,10 @@ class Jitted(Generic[P, R]):
         key, cache = arguments.key, self._cache
         if key in self._on_tape:
             return None
-        entry: Entry | FailedTrace | None = cache.entries.get(key)
-        if entry is None or not entry.is_current() or not is_admitted(entry, arguments):
+        entry = cache.known(cache.entries, key, arguments)
+        if not isinstance(entry, Entry):
             entry = None if may_communicate(self.fun) else cache.entry(key, arguments, traced)
-        if isinstance(entry, Entry) and not entry.communicates and is_admitted(entry, arguments):
+        if isinstance(entry, Entry) and not entry.communicates:
             return entry
         self._on_tape.add(key)
         return None

@@ -31,6 +31,7 @@ class Trace(Protocol):
 
 
 _OPERATORS = PYTHON_OPERATORS | PYTHON_COMPARISONS
+MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats, with which loops compute
 
 
 def admits_of(recorder: Trace) -> Callable[[Sequence[Array]], bool] | None:
@@ -38,22 +39,20 @@ def admits_of(recorder: Trace) -> Callable[[Sequence[Array]], bool] | None:
     kinds = _kinds(recorder)
     names: dict[str, Any] = {"i": int, "f": float, "c": complex, "is_number_of": is_number_of}
     inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
-    lines, limited = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()], set[int]()
-    for step in _computed(recorder, _OPERATORS):
-        # Loops compute with floats in place of integers; Python converts the integer only if the other number is a float.
-        if kinds[step.outs[0]] in "bi" or step.fun in (np.true_divide, np.floor_divide, np.remainder):
-            limited |= {x.number for x in step.args if type(x) is Ref and kinds[x.number] == "i"}
-    checks = [f"{-(2**53)} <= v{n} <= {2**53}" for n in sorted(limited & inputs.keys())]
-    for step in _computed(recorder, _OPERATORS if recorder.decisions else PYTHON_OPERATORS):
+    lines, checks, limited = [f"v{n} = {kinds[n]}(given[{k}])" for n, k in inputs.items()], list[str](), set[int]()
+    for step in _computed(recorder):
         (out,), *others = step.outs, *[x for x in step.args if type(x) is not Ref]
         names |= {f"f{out}": _OPERATORS[step.fun]} | {f"c{out}": x for x in others}
         args = [f"v{x.number}" if type(x) is Ref else f"c{out}" for x in step.args]
         lines.append(f"v{out} = f{out}({', '.join(args)})")
-        divides = step.fun in (np.true_divide, np.floor_divide, np.remainder) and type(step.args[1]) is Ref
-        if kinds[out] == "i" and step.fun is not np.power:  # loops compute them as floats
-            checks.append(f"{-(2**53)} <= v{out} <= {2**53}")
-        elif divides or step.fun is np.power:
+        is_quotient = step.fun in (np.true_divide, np.floor_divide, np.remainder)
+        if kinds[out] in "bi" or is_quotient:  # in sums and products with a float, Python converts the integer, too
+            limited |= {x.number for x in step.args if type(x) is Ref and kinds[x.number] == "i"} & inputs.keys()
+        if kinds[out] == "i" and step.fun is not np.power:
+            limited.add(out)
+        elif is_quotient and type(step.args[1]) is Ref or step.fun is np.power:
             checks.append(f"is_number_of({kinds[out]!r}, v{out})")
+    checks += [f"{-MOST_NUMBERS} <= v{n} <= {MOST_NUMBERS}" for n in sorted(limited)]
     checks += [f"{kind.__name__}(v{n}) == {value}" for (n, kind), value in recorder.decisions.items()]
     if recorder.condition is not None:
         names["condition"] = recorder.condition
@@ -73,7 +72,7 @@ def admits_of(recorder: Trace) -> Callable[[Sequence[Array]], bool] | None:
 def is_computed(recorder: Trace, number: int) -> bool:
     """Return whether a value of a trace is a Python number that is computed from numbers among the arguments only."""
     return number in recorder.weak and (
-        number in recorder.inputs or any(number in step.outs for step in _computed(recorder, _OPERATORS))
+        number in recorder.inputs or any(number in step.outs for step in _computed(recorder))
     )
 
 
@@ -81,13 +80,13 @@ def _kinds(recorder: Trace) -> dict[int, str]:
     return {n: recorder.specs[n][1].kind for n in recorder.weak}
 
 
-def _computed(recorder: Trace, operators: Mapping[np.ufunc, Callable[..., object]]) -> Iterator[Step]:
-    """Yield the steps that compute Python numbers by operators from numbers among the arguments."""
+def _computed(recorder: Trace) -> Iterator[Step]:
+    """Yield the steps that compute Python numbers from numbers among the arguments as Python does."""
     kinds = _kinds(recorder)
     known = {n for n in recorder.inputs if kinds.get(n, "b") != "b"}
     for step in recorder.steps:
         numbers = {x.number for x in step.args if type(x) is Ref}
-        if not known.issuperset(numbers) or kinds.keys().isdisjoint(step.outs) or step.fun not in operators:
+        if not known.issuperset(numbers) or kinds.keys().isdisjoint(step.outs) or step.fun not in _OPERATORS:
             continue
         if kinds[step.outs[0]] != "b" or step.fun in PYTHON_COMPARISONS:  # NumPy's sums of booleans are booleans
             known.add(step.outs[0])

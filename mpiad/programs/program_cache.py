@@ -291,24 +291,24 @@ class ProgramCache:
         None if the function must be interpreted. Failures, which occur once per signature, are passed to `interpreted`.
         `ways`: functions that trace; the later ones are tried if the earlier ones fail.
         """
-        entry = None if self.is_refused(key) else self.known(self.entries, key, arguments)
-        if entry is UNKNOWN:
-            # If an earlier call waits for its reverse pass, this pass will compile the program.
-            watch = None if key in self.pending else self._watch(key, arguments)
-            if watch is None:
-                return None
-            failure: FailedTrace | None = None
-            for traced in ways:
-                try:
-                    entry = self.compiled(key, watch, traced)
+        known = None if self.is_refused(key) else self.known(self.entries, key, arguments)
+        if known is not UNKNOWN:
+            return known
+        # If an earlier call waits for its reverse pass, this pass will compile the program.
+        watch = None if key in self.pending else self._watch(key, arguments)
+        if watch is None:
+            return None
+        failure: FailedTrace | None = None
+        for traced in ways:
+            try:
+                entry = self.compiled(key, watch, traced)
+            except FailedTrace as error:
+                failure = error
+                if error.is_raised_by_user or error.is_undone:
                     break
-                except FailedTrace as error:
-                    failure = error
-                    if error.is_raised_by_user or error.is_undone:
-                        return error
             else:
-                return failure
-        return entry if entry is not None and is_admitted(entry, arguments) else None
+                return entry if is_admitted(entry, arguments) else None
+        return failure
 
     def known(self, programs: dict[Any, Any], key: Hashable, arguments: Arguments) -> Any:
         """Return the program of a call, None if the function must be interpreted, UNKNOWN if it must be traced.
@@ -318,11 +318,11 @@ class ProgramCache:
         latest = programs.get(key, UNKNOWN)
         if latest is None or latest is UNKNOWN:
             return latest
-        for program in self.variants.get(key, (latest,)):
+        variants = self.variants.get(key, ())
+        for program in variants or (latest,):
             if program.is_current() and is_admitted(program, arguments):
                 programs[key] = program
                 return program
-        variants = self.variants.get(key, ())
         return UNKNOWN if 0 < len(variants) < self.most_variants or not latest.is_current() else None
 
     def _store(self, programs: dict[Any, Any], key: Hashable, made: Any) -> Any:
@@ -510,11 +510,11 @@ class ProgramCache:
         """Interpret later calls with a signature, but not after the first changes of its closure: they may fill a cache."""
         if not isinstance(failure.error, ChangedClosure):
             self.give_up(key, failure.error, optional, failure.watch)
-        else:
-            self.attempts.reason = str(failure.error)
-            self._changes[key] += 1
-            if self._changes[key] >= _MOST_CHANGES:
-                self.give_up(key, failure.error, optional)
+            return
+        self.attempts.reason = str(failure.error)
+        self._changes[key] += 1
+        if self._changes[key] >= _MOST_CHANGES:
+            self.give_up(key, failure.error, optional)
 
     def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""

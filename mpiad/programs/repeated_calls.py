@@ -185,7 +185,8 @@ def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Arra
     key, entry = entry_on_tape(cache, arguments, [k for k in arguments.traced if type(given[k]) in _boxes])
     if isinstance(entry, FailedTrace) and not entry.needs_run:  # else the call is interpreted, and traced again
         cache.refuse(key, entry, optional=True)
-    return leaves if entry is None or isinstance(entry, FailedTrace) and not entry.needs_run else given
+        return leaves
+    return leaves if entry is None else given
 
 
 def _traced_state(layout: Layout, leaves: Sequence[Array]) -> Sequence[Array] | None:

@@ -34,8 +34,10 @@ from mpiad.programs.array_program import (
     of_view,
     without_memory,
 )
+from mpiad.programs.number_conditions import MOST_NUMBERS
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import (
+    PYTHON_OPERATORS,
     Constant,
     Ref,
     Step,
@@ -50,11 +52,8 @@ from mpiad.programs.traced_array import (
     with_entries,
 )
 
-_MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
-# Functions of integers up to this limit that loops compute with floats; `admits_of` checks the limit.
-_OF_INTEGERS = frozenset(
-    {np.add, np.subtract, np.multiply, np.negative, np.positive, np.absolute, np.remainder, np.floor_divide}
-)
+# Functions of Python's integers that loops compute with floats; see `number_conditions`.
+_OF_INTEGERS = PYTHON_OPERATORS.keys() - {np.true_divide, np.power}
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]], kept: Iterable[int] = ()) -> ArrayProgram:
@@ -200,7 +199,7 @@ class _Translation:
             node = self.program.nodes[x.number]
             if node.dtype.kind in "iu" and node.kind == "constant":
                 whole = self.program.constants[node.data]
-                if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
+                if np.abs(whole, dtype=float).max(initial=0) > MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
             if node.dtype.kind in "iu" and not node.shape:
