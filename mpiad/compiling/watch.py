@@ -136,7 +136,7 @@ class Watch:
         term = self.note(f"getattr({{0}}, {name!r}, gone) is {{1}}", owner, value)
         self._changeable.append((term, path, partial(_set_slot, owner, name, value)))
 
-    def note_container(self, path: tuple[Place, ...], container: object, parts: list[Any]) -> None:
+    def note_container(self, path: tuple[Place, ...], container: object, parts: list[object]) -> None:
         """Add the condition that a container contains the same objects, which are `parts_of` it."""
         is_empty = not parts and type(container) in (list, dict, set)
         term = self.note("not {0}" if is_empty else "same_parts({0}, {1})", container, parts)
