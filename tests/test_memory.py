@@ -160,6 +160,7 @@ def test_arrays_die_with_an_exception(no_collector, watched, rank, size):
     mpiad.reset()
 
 
+@pytest.mark.unguarded
 def test_a_reverse_pass_returns_memory_on_the_way(no_collector, rank):
     """When the cotangent reaches the first half of a long program, what the second half kept is gone."""
     alive, watched = [], []
@@ -193,6 +194,7 @@ def test_buffers_of_a_freed_communicator_come_back(no_collector):
 
 
 @pytest.mark.one_rank
+@pytest.mark.unguarded
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 def test_the_trace_of_a_program_holds_no_memory_for_its_values():
     """Of the ten arrays in each of 30 steps and more in its reverse pass, the compiled gradient keeps one or two."""

@@ -336,10 +336,10 @@ class ArrayProgram:
         return list(accumulate([self.nodes[x].shape[node.data] for x in node.inputs], initial=0))
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
-        """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
+        """Append an elementwise function; for a join of components, append the join of the functions of its parts."""
         for x in inputs:
             node = self.nodes[x]
-            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
+            if node.kind == "join" and node.shape == tuple(shape) and self._has_components(node):
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
@@ -349,6 +349,14 @@ class ArrayProgram:
             operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
         return self.join(made, node.data)
+
+    def _has_components(self, join: Node) -> bool:
+        """Return whether a join consists of single components, and of constants."""
+        # The parts of a padded grid are longer: each function of shifted views would have more parts than its arguments.
+        if join.shape[join.data] > SHORT:
+            return False
+        parts = [self.nodes[x] for x in join.inputs]
+        return all(part.kind == "number" or part.shape[join.data] == 1 for part in parts)
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""

@@ -189,14 +189,22 @@ class Materialization:
 
     def kept(self) -> set[int]:
         """Return the nodes that are kept in memory, except those whose kind is always in memory."""
-        forced = kept = self._forced()
-        # A fixed-point iteration: the costs depend on the kept nodes, and the decision which nodes to keep on the costs.
-        for turn in range(_ROUNDS):
+        # A fixed-point iteration: the costs depend on the kept nodes, and the decision which nodes to keep on the costs. At
+        # first all nodes with several users are kept, so that alike parts of a program, such as its time steps, have alike
+        # costs, and the same kernels.
+        forced = self._forced()
+        kept = forced | {n for n, users in self.users.items() if len(users) > 1 and self._is_computed(n)}
+        for _ in range(_ROUNDS):
             costs, leaves, long = self._costs(kept)
-            # In the first round no intermediate node is kept, so that many expressions are long only for this reason.
-            required = forced | long if turn else forced
+            before, required = kept, forced | long
             kept = self._decided_by(required, costs, leaves, self._levels(kept | required))
+            if kept == before:
+                break
         return kept
+
+    def _is_computed(self, n: int) -> bool:
+        """Return whether a loop computes the entries of a node, unless it is kept in memory."""
+        return self.nodes[n].kind not in (*IN_MEMORY, "number")
 
     def _decided_by(
         self, forced: set[int], costs: dict[int, int], leaves: dict[int, int], levels: dict[int, int]
@@ -311,7 +319,7 @@ class Materialization:
         for n in self.program.outputs:
             self._force(n, forced)
             self._force(n, self.anchored)
-        return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
+        return set(filter(self._is_computed, forced))
 
     def _force(self, n: int, forced: set[int]) -> None:
         """Add a node to `forced`; instead of a join, add its parts; instead of a view of all entries, add its source."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 from autograd.tracer import getval
@@ -179,7 +179,7 @@ class Recorder:
         # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
-        self._holders: dict[int, WeakSet[Any]] = {}
+        self._holders: dict[int, list[ref[Any]]] = {}  # traced arrays by the identity of the array that owns the memory
         self._inputs: dict[int, Array] = {}  # the arrays that own the memory of arguments, by identity
         self.inputs: list[int] = []  # the numbers of the arguments
         self.weak: set[int] = set()  # the numbers of values that are Python scalars
@@ -337,7 +337,7 @@ class Recorder:
     def _wrapped(self, value: Any) -> Any:
         made = TracedArray(self, self._number(value), value)
         if isinstance(value, np.ndarray):
-            self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
+            self._holders.setdefault(id(_root(value)), []).append(ref(made))
         return made
 
     def referenced(self, x: Any) -> Any:
@@ -383,9 +383,10 @@ class Recorder:
         """Record a call that has written into an array; `part`: an array that shares memory with it, and stays valid."""
         number = self._number(target.value)
         self._step("call", fun, references, (number,))
-        for other in self._holders.get(id(_root(target.value)), ()):
-            if other is not target and other is not part and np.shares_memory(other.value, target.value):
-                other.stale = target
+        for holder in self._holders.get(id(_root(target.value)), ()):
+            other = holder()
+            if other is not None and other is not target and other is not part:
+                other.stale = target if np.shares_memory(other.value, target.value) else other.stale
         target.number = number
 
     def _check_exceptions(self, args: Any, may_raise: bool) -> None:

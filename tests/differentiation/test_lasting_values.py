@@ -174,6 +174,7 @@ def test_a_later_variable_may_be_a_lasting_value(logged):
     assert_close(g["k"], np.sum(plain[1] ** 2))
 
 
+@pytest.mark.unguarded
 def test_a_kept_loss_holds_no_part_of_the_graph():
     """A training run that logs its losses must not keep its arrays, on no rank."""
 

@@ -150,6 +150,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_changing_numbers_become_arguments(kind, traces):
     """Two traces for each number that changes at most; bits of the numbers count, so that zeros have signs."""
@@ -474,6 +475,7 @@ def test_a_map_of_a_step_that_is_jitted_again(traces):
     assert not traces
 
 
+@pytest.mark.unguarded
 def test_numbers_of_a_compiled_function_inside_of_another_one(traces):
     """The variable of an enclosing function changes between calls of the outer function, which is made once."""
     rate = 1.0

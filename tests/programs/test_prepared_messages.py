@@ -267,6 +267,7 @@ def linked_messages(x):
     return anp.sum(anp.tanh(x))
 
 
+@pytest.mark.unguarded
 def test_messages_between_kernels_are_called_by_machine_code(monkeypatch, rank, rng):
     """Python isn't called between the kernels of a part, and the results have the bits of calls from Python."""
     x, texts = rng.standard_normal(6), []

@@ -294,6 +294,7 @@ def turned(state, a):
     return {"v": state["v"][0] - a * state["u"], "u": [state["u"] + a * state["v"][0], ()], "a": (state["v"][1],)}
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("fun, args, others", [
     (lambda s, a: (s[0] + a * s[1], s[1] - a * s[0]), ((X, 2 * X), 0.5), [
         ([X, 2 * X], 0.5), ((X, 2 * X, X), 0.5), ((X[:3], X[:3]), 0.5), ((X, 2.0), 0.5), ((X, X.astype(np.float32)), 0.5),

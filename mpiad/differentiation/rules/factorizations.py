@@ -23,7 +23,7 @@ import numpy as np
 from autograd.core import JVPNode, VJPNode
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.numpy import linalg
-from autograd.tracer import getval, register_notrace
+from autograd.tracer import register_notrace
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
@@ -183,8 +183,7 @@ def over_gaps(x: Array, columns: Array, rows: Array | None, refused: str) -> Arr
     if rows is None:
         zero = zero | (identity(x, x.shape[-1]) == 1)
     undefined = equal & ~zero
-    # In a trace, the values are arbitrary.
-    if refused and tracing.recorder is None and isinstance(x, np.ndarray) and undefined.any():
+    if refused and not tracing.is_abstract and isinstance(x, np.ndarray) and undefined.any():
         *batch, i, _ = np.argwhere(undefined)[0]
         row = (*batch, i, np.flatnonzero(np.broadcast_to(equal, x.shape)[(*batch, i)]))
         values = np.broadcast_to(columns[..., None, :], x.shape)[row].tolist()
@@ -280,25 +279,36 @@ def lstsq(a: Array, b: Array, rcond: float | None = None) -> tuple[Array, Array,
     """Return `numpy.linalg.lstsq`."""
     (rows, columns), values = anp.shape(a), linalg.svd(a, compute_uv=False)
     eps = np.finfo(values.dtype).eps
-    rank = anp.sum(values > (eps * max(rows, columns) if rcond is None else eps if rcond == -1 else rcond) * values[:1])
-    # In a trace, the values are arbitrary.
-    if tracing.recorder is None and getval(rank) < columns:
-        raise refusal(linalg.lstsq, _DEPENDENT)
+    rcond = eps * max(rows, columns) if rcond is None else eps if rcond == -1 else rcond
+    rank = anp.sum(values > rcond * values[:1])
     x, squares = least_squares(a, b, rcond)
     return x, squares if rows > columns else squares[:0], rank, values
 
 
-_DEPENDENT = "for linearly dependent columns: write np.dot(np.linalg.pinv(a), b)"
-
-
 @primitive
-def least_squares(a: Array, b: Array, rcond: float | None) -> tuple[Array, Array]:
+def least_squares(a: Array, b: Array, rcond: float) -> tuple[Array, Array]:
     """Return the solutions and sums of squares of `numpy.linalg.lstsq`, which has no sums (here NaN) for some matrices."""
     recorder = next((x.recorder for x in (a, b) if hasattr(x, "recorder")), None)
     if recorder is not None:  # a compiled program calls this function
         return recorder.call(least_squares, (a, b, rcond), {})
     x, squares = np.linalg.lstsq(a, b, rcond)[:2]
     return x, squares if len(squares) else np.full(np.shape(b)[1:] or 1, np.nan, squares.dtype)
+
+
+@primitive
+def of_independent_columns(r: Array, rcond: float) -> Array:
+    """Return the factor R of a matrix; raise a NotImplementedError if the columns are linearly dependent."""
+    if hasattr(r, "recorder"):  # a compiled program calls this function
+        return r.recorder.call(of_independent_columns, (r, rcond), {})
+    values = np.linalg.svd(r, compute_uv=False)
+    if values[-1] <= rcond * values[0] and not tracing.is_abstract:
+        raise refusal(linalg.lstsq, _DEPENDENT)
+    return r
+
+
+defvjp(of_independent_columns, lambda ans, r, rcond: lambda g: g)
+defjvp(of_independent_columns, lambda g, ans, r, rcond: g)
+_DEPENDENT = "for linearly dependent columns: write np.dot(np.linalg.pinv(a), b)"
 
 
 def least_squares_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -329,12 +339,13 @@ def least_squares_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwarg
     return anp.reshape(of_x, anp.shape(ans[0])), 2.0 * anp.real(anp.sum(anp.conj(residual) * change, axis=0))
 
 
-def _normal_equations(ans: Array, a: Array, b: Array, rcond: float | None) -> tuple[Array, ...]:
+def _normal_equations(ans: Array, a: Array, b: Array, rcond: float) -> tuple[Array, ...]:
     """Return the solution and the residual as matrices, and the factors Q and R of a matrix of full column rank."""
     if anp.shape(a)[0] < anp.shape(a)[1]:
         raise refusal(linalg.lstsq, _DEPENDENT)
     x, b = (y[:, None] if anp.ndim(y) == 1 else y for y in (ans[0], anp.asarray(b)))
-    return x, b - anp.dot(a, x), *linalg.qr(a)
+    q, r = linalg.qr(a)
+    return x, b - anp.dot(a, x), q, of_independent_columns(r, rcond)
 
 
 def _transposed(x: Array) -> Array:

@@ -199,7 +199,7 @@ def _pushed(call: Call) -> Call:
 
 def reported_to(owners: Sequence[T]) -> Sequence[T]:
     """Return the objects that are notified of this thread's calls: none in an abstract trace, which doesn't communicate."""
-    return () if tracing.recorder is not None and tracing.recorder.is_abstract else tuple(owners)
+    return () if tracing.is_abstract else tuple(owners)
 
 
 def end(call: Call) -> None:

@@ -89,6 +89,11 @@ class _ThreadState(threading.local):
         self.tapes: Any = None
         self.contexts: Context | None = None
 
+    @property
+    def is_abstract(self) -> bool:
+        """Whether a program is traced, so that arrays have arbitrary values."""
+        return self.recorder is not None and self.recorder.is_abstract
+
 
 tracing = _ThreadState()
 

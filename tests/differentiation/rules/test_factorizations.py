@@ -5,6 +5,7 @@ import numpy
 import pytest
 import scipy.linalg
 from autograd.numpy import linalg
+from mpi4py import MPI
 
 import mpiad
 
@@ -44,6 +45,18 @@ def change_of_analysis(y, v):
     inverse = numpy.linalg.inv(y.T @ y + 9 * numpy.eye(10))
     root = numpy.real(scipy.linalg.sqrtm(inverse))
     return numpy.sum(C * scipy.linalg.solve_sylvester(root, root, -inverse @ (v.T @ y + y.T @ v) @ inverse))
+
+
+def test_a_run_before_the_trace_refuses_what_has_no_derivative():
+    """The first use of a communicator is interpreted."""
+    comm = MPI.COMM_WORLD.Dup()
+    with pytest.raises(numpy.linalg.LinAlgError, match=r"eigenvalues \[0, 1, 2, 3\]"):
+        mpiad.jit(mpiad.grad(analysis, comm=comm), strict=True)(Y)
+    comm.Free()
+    comm = MPI.COMM_WORLD.Dup()
+    with pytest.raises(NotImplementedError, match="linearly dependent columns"):
+        mpiad.jit(mpiad.grad(lambda a: np.sum(linalg.lstsq(a, Y)[0]), comm=comm), strict=True)(numpy.ones((6, 2)))
+    comm.Free()
 
 
 @each_form
@@ -222,8 +235,12 @@ def test_least_squares_of_dependent_columns():
         expected = numpy.linalg.lstsq(a, b, rcond=None)
         for k in (0, 2, 3):
             close(found[k], expected[k])
-        with pytest.raises(NotImplementedError, match=r"lstsq can't be .* write np\.dot\(np\.linalg\.pinv\(a\), b\)"):
-            mpiad.grad(fitted_line)(a, b)
+        for form in FORMS.values():
+            gradient, (rows, columns) = form(lambda a: fitted_line(a, b)), a.shape
+            if rows > columns:
+                gradient(RNG.normal(size=a.shape))  # compiled functions are compiled
+            with pytest.raises(NotImplementedError, match=r"lstsq can't be .* write np\.dot\(np\.linalg\.pinv\(a\), b\)"):
+                gradient(a)
     a = numpy.outer(numpy.ones(4), [1.0, 2.0])
     # The advised function, for a change of a that keeps the rank.
     advised = lambda s: np.sum(np.dot(linalg.pinv(a * s), b) ** 3)  # noqa: E731
