@@ -66,10 +66,10 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
         if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or cache.is_refused(key):
             return cache.run(arguments)
         try:
-            return _called_as_operation(cache, arguments, cache.program(arguments, boxed))
+            return _called_as_operation(cache, key, arguments, cache.program(arguments, boxed))
         except FailedTrace as error:
             failure = error
-        retrace = lambda watch, notes: cache.program(arguments, boxed, watch, after_run=True)  # noqa: E731
+        retrace = partial(cache.program, arguments, boxed)
     if failure is not None and cache.asks(arguments, failure):
         return called_on_tape(cache, arguments_of(arguments.args, arguments.kwargs, cache.asked), derived)
     return cache.interpreted(key, arguments, failure, retrace, optional=key[0] == "program")
@@ -85,7 +85,7 @@ def entry_on_tape(
     return key, cache.entry(key, arguments, *ways)
 
 
-def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Recorded | None) -> Tree:
+def _called_as_operation(cache: ProgramCache, key: Hashable, arguments: Arguments, recorded: Recorded | None) -> Tree:
     """Call a function as a `CompiledOperation`; interpret it if that is impossible."""
     if recorded is None or not recorded.program.is_derivable or not is_admitted(recorded, arguments):
         return cache.run(arguments)
@@ -94,8 +94,13 @@ def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Re
         return cache.run(arguments)
     if not recorded.operations:
         recorded.operations.append(CompiledOperation(recorded.program))
-    leaves = _unchanging(arguments, tracing.tape).leaves
-    return recorded.build(recorded.operations[0]([leaves[k] for k in arguments.traced]).values)
+    leaves, counts = _unchanging(arguments, tracing.tape).leaves, message_counts()
+    try:
+        made = recorded.operations[0]([leaves[k] for k in arguments.traced])
+    except Changed as change:
+        with cache.changed(key, change, counts):
+            return cache.run(arguments)
+    return recorded.build(made.values)
 
 
 def _unchanging(arguments: Arguments, tape: Any) -> Arguments:

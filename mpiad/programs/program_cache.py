@@ -340,12 +340,13 @@ class ProgramCache:
         return self._store(self.entries, key, entry)
 
     def program(
-        self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None, after_run: bool = False
-    ) -> Recorded | None:
+        self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None,
+        notes: Sequence[Note] | None = None,
+    ) -> Recorded | None:  # fmt: skip
         """Return the function's program, recorded once for each signature and choice of `variables`.
 
-        `variables` are positions of leaves; `watch`: that of this call, if there is one. Return None if the closure can't
-        be watched; raise a FailedTrace if the trace fails.
+        `variables` are positions of leaves; `watch`: that of this call, if there is one; `notes`: those of a run. Return
+        None if the closure can't be watched; raise a FailedTrace if the trace fails.
         """
         key = "program", tuple(sorted(set(variables))), arguments.key
         known = self.known(self.programs, key, arguments)
@@ -354,8 +355,8 @@ class ProgramCache:
         watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None
-        recorder = Recorder(self.exact, most=self.most_operations)
-        with raising_failures(recorder, watch, after_run):
+        recorder = Recorder(self.exact, notes, self.most_operations)
+        with raising_failures(recorder, watch, after_run=notes is not None):
             made = Recorded(*recorded(self.fun, arguments, variables, recorder), watch, admits_of(recorder), [])
         return self._store(self.programs, key, made)
 
@@ -422,7 +423,8 @@ class ProgramCache:
         if change.log is None:
             raise change
         # Shapes or dtypes of messages differ from those in the trace, so the next call is traced again.
-        self.entries.pop(key, None)
+        for known in (self.entries, self.programs):
+            known.pop(key, None)
         return Interpretation(change.log, counts)
 
     def give_up(

@@ -194,6 +194,9 @@ class Recorder:
         self.condition: Any = None  # on the arguments, of a program that the trace contains; see `number_conditions`
         self.channels: set[Used] = set()
         self._outermost: FrameType | None = None  # the user's frame around the trace
+        # What the next call returns that only a run can tell, if a transformation repeats the call; see `_noted`.
+        self.outcome: Any = NotImplemented
+        self.on_settled: Callable[..., None] | None = None  # called with the arguments and the result of `settle`
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
 
     def __enter__(self) -> None:
@@ -247,7 +250,8 @@ class Recorder:
                 self.refuse(f"it returns {what} that contains traced values{advice}", line=_AT_END)
 
     def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
-        """Return `value`, or if it is NotImplemented, what the notes tell of a call; without notes, end the trace."""
+        """Return `value`, or if it is NotImplemented, what is known of a call from a run; end the trace if nothing is."""
+        value = self.outcome if value is NotImplemented else value
         if value is not NotImplemented:
             return value
         name = getattr(fun, "__name__", repr(fun))
@@ -464,6 +468,8 @@ class Recorder:
         outcome = self._noted(fun)
         # None is the result of functions that only raise errors.
         self._step("settle", fun, self.referenced(args), (), {} if outcome is None else {"expected": outcome})
+        if self.on_settled is not None:
+            self.on_settled(fun, args, outcome)
         return outcome
 
     def opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None = None) -> tuple[Any, ...]:

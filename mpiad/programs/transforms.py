@@ -45,7 +45,7 @@ from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications
-from mpiad.transport.core.tracing import tracing
+from mpiad.transport.core.tracing import checked_on_replay, tracing
 
 _boxes = Box.types
 
@@ -63,6 +63,13 @@ class Call(NamedTuple):
     def is_combined(self) -> bool:
         """Whether reverse passes that run together make the communication once for all of them."""
         return self.step is not None and self.step.combined
+
+
+class Settled(NamedTuple):
+    """A function whose result determines the program; see `Recorder.settle`."""
+
+    fun: Function
+    outcome: Any
 
 
 class CallNode(OrderedNode):
@@ -89,6 +96,7 @@ class ProgramTape(OrderedTape):
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
+        recorder.on_settled = self.settled
 
     def variable(self, x: Array) -> Array:
         """Return x as a variable, or x itself if it can't be a variable."""
@@ -102,7 +110,7 @@ class ProgramTape(OrderedTape):
         """Close the tape and return its nodes; they contain all communications, or the trace fails."""
         nodes, recorder = self.close().nodes, self.recorder
         count = sum(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in nodes)
-        if count != recorder.communications or any(step.kind in ("opaque", "settle") for step in recorder.steps):
+        if count != recorder.communications or any(step.kind == "opaque" for step in recorder.steps):
             recorder.refuse("it communicates in a way that derivatives can't repeat")
         return nodes
 
@@ -125,6 +133,11 @@ class ProgramTape(OrderedTape):
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
         node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
+
+    def settled(self, fun: Function, args: tuple, outcome: Any) -> None:
+        """Record a function whose result determines the program, so that the programs of derivatives call it, too."""
+        node = CallNode.__new__(CallNode)
+        self.add(node, None, Settled(fun, outcome), args, {}, (), ())
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
@@ -234,6 +247,9 @@ class Evaluation:
         for k, x in zip(call.argnums, inputs):
             args[k] = x
         tracing.site = None if step is None else step.site
+        if isinstance(call.fun, Settled):
+            self._settle(call.fun, args)
+            return None
         if not isinstance(call.fun, Recorded):
             return call.fun(*args, **mapped(call.params, self._constant))
         if is_numbered(call.params):
@@ -244,10 +260,29 @@ class Evaluation:
             next(communications)
         else:
             recorder.combined = call.is_combined
-        if step is None or step.rule is None:
-            return apply(call.fun, tracing.tape, tuple(args), params)
-        arguments = *step.rule, None, None
-        return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, tuple(args), params)
+            if step is not None and step.fun is call.fun and len(step.outs) == 1:
+                recorder.outcome = Spec(*self._program.recorder.specs[step.outs[0]])
+        try:
+            if step is None or step.rule is None:
+                return apply(call.fun, tracing.tape, tuple(args), params)
+            arguments = *step.rule, None, None
+            return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, tuple(args), params)
+        finally:
+            if recorder is not None:
+                recorder.outcome = NotImplemented
+
+    def _settle(self, settled: Settled, args: Sequence[Any]) -> None:
+        """Repeat a call whose result determines the program."""
+        fun, outcome = settled
+        if self._recorder is not None:
+            self._recorder.outcome = outcome
+            self._recorder.settle(fun, tuple(args))
+            self._recorder.outcome = NotImplemented
+        elif checked_on_replay(fun, *args) != outcome:
+            raise RuntimeError(
+                f"jit: {getattr(fun, '__name__', fun)} returns another result than when the function was compiled, while "
+                "its program is differentiated. Call it outside of the jitted function."
+            )
 
     def run_lanes(self, inputs: Sequence[Array], lanes: Sequence[Sequence[Array]]) -> list[list[Array]]:
         """Return the outputs for several reverse passes that run together; `lanes`: the last inputs, for each of them."""

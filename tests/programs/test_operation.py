@@ -88,6 +88,82 @@ def test_compositions_up_to_order_three(name, length, rank, size, rank_rng):
         assert number == 0 or count == 0
 
 
+@mpiad.extend.custom_operator
+def squared(x):
+    return np.array(x) ** 2
+
+
+mpiad.extend.defvjp(squared, lambda ans, x: lambda g: 2.0 * g * x)
+mpiad.extend.defjvp(squared, lambda g, ans, x: 2.0 * g * x)
+
+
+def gathered(x):
+    root = mpiad.mpi_size() - 1
+    made = mpiad.mpi_gather(x, axis=0, root=root)
+    return made if mpiad.mpi_rank() == root else x + anp.sum(made)
+
+
+# Operations whose results only a run can tell, on some ranks at least, and what they return of all ranks' arrays.
+KNOWN_IN_A_RUN = {
+    "allgather": (lambda x: mpiad.mpi_allgather(x, axis=0), lambda xs, rank: anp.concatenate(xs)),
+    "gather": (gathered, lambda xs, rank: anp.concatenate(xs) if rank == len(xs) - 1 else xs[rank]),
+    "bcast": (lambda x: mpiad.mpi_bcast(x, root=mpiad.mpi_size() - 1), lambda xs, rank: xs[-1]),
+    "operator": (squared, lambda xs, rank: xs[rank] ** 2),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", ["product", "gradient of a product", "third"])
+@pytest.mark.parametrize("kind", KNOWN_IN_A_RUN)
+def test_derivatives_of_what_only_a_run_can_tell(kind, name, rank, size, rank_rng):
+    """The first call is interpreted, and the programs of its derivatives continue as it did."""
+    message, whole_message = KNOWN_IN_A_RUN[kind]
+    xs, vs = ([rank_rng(2 * r + k).standard_normal(3 + r * (kind != "bcast")) for r in range(size)] for k in range(2))
+
+    def loss(x):
+        y = message(anp.cos(x))
+        return mpiad.mpi_allreduce(anp.sum(anp.sin(anp.sum(x[:, None] * y, axis=1)) ** 2))
+
+    def reference(z):
+        blocks = pieces(z, xs)
+        cosines = [anp.cos(block) for block in blocks]
+        ys = [whole_message(cosines, r) for r in range(size)]
+        return sum(anp.sum(anp.sin(anp.sum(x[:, None] * y, axis=1)) ** 2) for x, y in zip(blocks, ys))
+
+    def hvp_by_autograd(f):
+        return lambda x, v: autograd.grad(lambda x: anp.sum(autograd.grad(f)(x) * v))(x)
+
+    of, inner = COMPOSITIONS[name], mpiad.jit(loss, strict=True)
+    expected = pieces(of(reference, autograd.grad, hvp_by_autograd, flat(xs), flat(vs)), xs)[rank]
+    grad = lambda f: mpiad.grad(f, objective="root" if f is inner else "sum")  # noqa: E731
+    hvp = lambda f: mpiad.hvp(f, objective="root" if f is inner else "sum")  # noqa: E731
+    for number in range(3):
+        found, count = calls_of(loss, lambda: of(inner, grad, hvp, xs[rank], vs[rank]))
+        assert_close(found, expected, rounding=1e-10)
+        assert number == 0 or count == 0
+
+
+@pytest.mark.few(3)
+def test_lengths_of_other_ranks_change_between_second_derivatives(rank, size):
+    """The program of this rank's shapes doesn't fit; the calls run in Python, with the messages that were made."""
+
+    def loss(x):
+        return mpiad.mpi_allreduce(anp.sum(anp.sin(x)[:, None] * anp.cos(mpiad.mpi_allgather(x, axis=0)) ** 2))
+
+    def reference(z, xs):
+        return sum(anp.sum(anp.sin(x)[:, None] * anp.cos(z) ** 2) for x in pieces(z, xs))
+
+    compiled = mpiad.jit(loss, strict=True)
+    for lengths in ([3, 4, 5], [3, 4, 5], [3, 6, 5], [3, 6, 5], [3, 6, 2], [3, 4, 5]):
+        xs = [np.linspace(0.1, 1.0 + r, lengths[r]) for r in range(size)]
+        vs = [np.cos(np.arange(lengths[r]) + r) for r in range(size)]
+        slope = autograd.grad(lambda z: reference(z, xs))  # noqa: B023
+        expected = pieces(autograd.grad(lambda z: anp.sum(slope(z) * flat(vs)))(flat(xs)), xs)[rank]  # noqa: B023
+        assert_close(mpiad.hvp(compiled)(xs[rank], vs[rank]), expected, rounding=1e-10)
+        linear = mpiad.linearize(mpiad.grad(compiled))(xs[rank])
+        assert_close(linear.vjp(vs[rank]), expected, rounding=1e-10)
+
+
 @pytest.mark.parametrize("length", [3, 1500])
 def test_plain_autograd_runs_the_program(length, rank):
     def fun(x):
