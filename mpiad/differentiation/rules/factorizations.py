@@ -301,7 +301,7 @@ def of_independent_columns(r: Array, rcond: float) -> Array:
     if hasattr(r, "recorder"):  # a compiled program calls this function
         return r.recorder.call(of_independent_columns, (r, rcond), {})
     values = np.linalg.svd(r, compute_uv=False)
-    if values[-1] <= rcond * values[0] and not tracing.is_abstract:
+    if values.size and values[-1] <= rcond * values[0] and not tracing.is_abstract:
         raise refusal(linalg.lstsq, _DEPENDENT)
     return r
 
