@@ -15,7 +15,6 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.device.boxes import cast
-from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.indexing import getitem_vjp
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
@@ -156,35 +155,16 @@ def _slope(f: Array, h: Array, axis: int, edge_order: int) -> Array:
     return concatenate([ends[0], inner, ends[1]], axis)
 
 
-def trapezoid_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass half of each interval's cotangent to the values at both ends, and that of its length to the points."""
-    named = bound(_TRAPEZOID, "y x dx axis", args, kwargs)
-    axis, dx = named.get("axis", -1), named.get("dx", 1.0)
-    if 2 in argnums or np.ndim(dx):
-        raise refusal(_TRAPEZOID, "with a traced dx, or one dx per interval: pass the points x")
-
-    def moved(part: Array, *axes: int) -> Array:
-        return part if len(anp.shape(part)) < 2 else anp.moveaxis(part, *axes)
-
-    y = moved(named["y"], axis, -1)
-    points = None if named.get("x") is None else moved(named["x"], axis, -1)
-    n = anp.shape(y)[-1]
-    if not n:
-        return lambda g: (None,) * len(argnums)
-    lengths = arrays_like(y).full((n - 1,), dx, y.dtype) if points is None else anp.diff(points)
-    if anp.shape(lengths)[-1] != n - 1:
-        raise refusal(_TRAPEZOID, f"with {n} values at {anp.shape(lengths)[-1] + 1} points")
-
-    def at_ends(part: Array, sign: int) -> Array:
-        before = [(0, 0)] * (len(part.shape) - 1)
-        return anp.pad(part, [*before, (1, 0)], "constant") + sign * anp.pad(part, [*before, (0, 1)], "constant")
-
-    def vjp(g: Array) -> tuple[Array, ...]:
-        half = anp.reshape(g, (*anp.shape(g), 1)) / 2
-        parts = {0: lambda: at_ends(half * lengths, 1), 1: lambda: at_ends(half * (y[..., 1:] + y[..., :-1]), -1)}
-        return tuple([moved(fitted(parts[i](), (y, points)[i]), -1, axis) for i in argnums])
-
-    return vjp
+# NumPy 1 calls it trapz.
+@composition(getattr(anp, "trapezoid", None) or anp.trapz)
+def trapezoid(y: Array, x: Array = None, dx: Array = 1.0, axis: int = -1) -> Array:
+    """Return `numpy.trapezoid`: the sum of the lengths of intervals times the means of the values at both ends."""
+    y, x = (anp.array(part) if isinstance(part, (list, tuple)) else part for part in (y, x))
+    number, lengths = axis % y.ndim, dx
+    lead = (slice(None),) * number
+    if x is not None:
+        lengths = anp.diff(x, axis=axis) if x.ndim > 1 else anp.reshape(anp.diff(x), (-1, *[1] * (y.ndim - number - 1)))
+    return anp.sum(lengths * (y[(*lead, slice(1, None))] + y[(*lead, slice(None, -1))]) / 2.0, axis=axis)
 
 
 @primitive
@@ -308,8 +288,6 @@ def _ordered_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: t
     return inherited_jvp(fun, argnums, gs, ans, *_explicit_order(fun, args, kwargs))
 
 
-# NumPy 1 calls it trapz.
-_TRAPEZOID: Primitive = getattr(anp, "trapezoid", None) or anp.trapz
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 _CASTING = (_astype, cast)  # of host and device arrays
@@ -324,7 +302,6 @@ VJPS = {
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
     anp.copy: lambda *_: one_unchanged,
-    _TRAPEZOID: trapezoid_vjp,
     **{fun: partial(_cast_vjp, fun) for fun in _CASTING},
     **{fun: partial(_ordered_vjp, fun) for fun in (anp.reshape, anp.ravel)},
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
