@@ -7,8 +7,7 @@ has one record per trajectory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.events import NO_EVENTS, EventRows
-from mpiad.ensemble.outcome import ReturnCode, came_through
+from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
@@ -78,54 +77,19 @@ class _Headers(NamedTuple):
 _EVENTS = np.dtype([("ids", int), ("events", int), ("times", float)])
 
 
-@dataclass(frozen=True)
-class RankOutcomes:
-    """The outcomes of the trajectories of all ranks: the same on all ranks."""
+class RankOutcomes(EnsembleSolution):
+    """The outcomes of the trajectories of all ranks, the same on all ranks: a solution without states.
+
+    Its `t` are the saved times, shape (n_saved,) or (N, n_saved). Its events have untraced times, and are empty if the
+    states of all ranks aren't requested.
+    """
 
     headers: _Headers
     # Shape (N,): the return code, the numbers of accepted and rejected steps, and the final time; the number of calls of f
     # if events occurred, after which f is called again; if requested, untraced and on the host, `u_end` and saved states.
     records: np.ndarray
-    t: Array  # the saved times, shape (n_saved,) or (N, n_saved)
-    events: EventRows  # with untraced times; empty if the states of all ranks aren't requested
     warnings: list[str]  # of all ranks
     not_finite: dict[int, str]
-    calls: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
-
-    @property
-    def codes(self) -> Array:
-        """The numbers of the return codes, shape (N,)."""
-        return self.records["code"].copy()
-
-    @property
-    def t_reached(self) -> Array:
-        """The final times, shape (N,)."""
-        return self.records["t_reached"].copy()
-
-    @property
-    def naccept(self) -> Array:
-        """The numbers of accepted steps, shape (N,)."""
-        return self.records["naccept"].astype(np.int64)
-
-    @property
-    def nreject(self) -> Array:
-        """The numbers of rejected steps, shape (N,)."""
-        return self.records["nreject"].astype(np.int64)
-
-    @property
-    def nf(self) -> Array:
-        """Numbers of calls of f, shape (N,)."""
-        return self.records["nf"].copy() if self.headers.combined.event_rows else self.calls(self.naccept, self.nreject)
-
-    @property
-    def survivors(self) -> Array:
-        """A mask of the trajectories that didn't fail, shape (N,)."""
-        return came_through(self.codes)
-
-    @property
-    def retcode(self) -> Array:
-        """The names of the return codes, shape (N,)."""
-        return ReturnCode.names_of(self.codes)
 
 
 def outcomes_of_all(
@@ -175,7 +139,19 @@ def outcomes_of_all(
         events = _events(channel, share, headers)
     if times is None:
         times = share.t if header.times and not differing.times else _times(channel, share, headers)
-    return share, RankOutcomes(headers, records, times, events, warnings, not_finite, calls)
+
+    def steps(name: str) -> Array:
+        return records[name].astype(np.int64)
+
+    later: dict[str, Callable[[], object]] = {
+        "retcode": lambda: ReturnCode.names_of(records["code"]),
+        "t_reached": records["t_reached"].copy,
+        "nf": records["nf"].copy if combined.event_rows else lambda: calls(steps("naccept"), steps("nreject")),
+        **{name: partial(steps, name) for name in ("naccept", "nreject")},
+    }
+    fields = {"u": None, "u_end": None, "t": times, "_event_rows": events, "_codes": records["code"].copy()}
+    fields |= {"headers": headers, "records": records, "warnings": warnings, "not_finite": not_finite}
+    return share, RankOutcomes.lazy(later, **fields)
 
 
 def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:

@@ -45,7 +45,7 @@ def gathered(
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
     # `start` returns all initial states, shape (d, N).
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    headers, events = outcomes.headers, outcomes.events
+    headers, events = outcomes.headers, outcomes._event_rows
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share, "u_end", outcomes)}
     if len(events.ids) and headers.combined.timed:
         counts = headers.rows["event_rows"].tolist()

@@ -273,6 +273,10 @@ class EnsembleSolution(FactorizationCounts):
         """A mask of the trajectories that reached the end of tspan or a terminal event, shape (N,)."""
         return came_through(self.codes)
 
+    @property
+    def _all_survived(self) -> bool:
+        return bool(self.survivors.all())
+
     def _surviving(self) -> Array:
         states = getval(self.u)
         arrays = arrays_of(states)
@@ -281,7 +285,9 @@ class EnsembleSolution(FactorizationCounts):
                 f"{type(self).__name__}: statistics need states, but u is the result of output_func or reduction, of type "
                 f"{type(self.u).__name__}. Compute statistics of u or u_end yourself."
             )
-        return self.u[self.survivors if arrays is None else arrays.to_device(np.flatnonzero(self.survivors))]
+        if arrays is not None:
+            return self.u if self._all_survived else self.u[arrays.to_device(np.flatnonzero(self.survivors))]
+        return self.u[self.survivors]
 
     def _sum(self, values: Array) -> Array:
         return anp.sum(values, axis=0)

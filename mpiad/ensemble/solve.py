@@ -41,7 +41,7 @@ from mpiad.ensemble.members import initial_states, key_of, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, compared_parts, digest_of
-from mpiad.ensemble.rank_outcomes import RankOutcomes, RankReport, outcomes_of_all
+from mpiad.ensemble.rank_outcomes import RankReport, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.run import Run
@@ -336,7 +336,7 @@ def solved_batch(
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
-    if not (isinstance(sol, DeviceSolution) and sol.all_succeeded or sol.survivors.all()):
+    if not sol._all_survived:
         stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))
         compiler.not_finite |= not_finite_entries(start, stuck, first)
     return sol
@@ -362,13 +362,11 @@ def _by_kernel_or_arrays(
     return replace(sol, dense=DenseOutput(batch, settings, outcome, inputs)) if options.dense_output else sol
 
 
-def _report(sol: EnsembleSolution | RankOutcomes, not_finite: dict[int, str], throw: bool, logs: bool) -> None:
+def _report(sol: EnsembleSolution, not_finite: dict[int, str], throw: bool, logs: bool) -> None:
     """Log the number of failed trajectories, their codes and the first; with `throw` raise an IntegrationError."""
-    if isinstance(sol, DeviceSolution) and sol.all_succeeded:
-        return  # the codes stay on the device
-    failed = np.flatnonzero(~sol.survivors)
-    if not len(failed):
+    if sol._all_survived:
         return
+    failed = np.flatnonzero(~sol.survivors)
     first = failed[0]
     text = (
         f"solve: {failures(ReturnCode, sol.retcode, failed, 'trajectories failed')}: {sol.retcode[first]} at "

@@ -55,12 +55,9 @@ class DeviceSolution(EnsembleSolution):
     """`EnsembleSolution` whose return codes, times, counts and events are copied to the host on first access."""
 
     @property
-    def all_succeeded(self) -> bool:
-        """Whether all trajectories are known to have succeeded; at most one number is copied to the host to find out."""
-        return getattr(self, "failed", None) == 0  # a deferred field of solutions that weren't gathered
-
-    def _surviving(self) -> Array:
-        return self.u if self.all_succeeded else super()._surviving()
+    def _all_survived(self) -> bool:
+        # At most one number is copied to the host to find out. Solutions that weren't gathered have this deferred field.
+        return getattr(self, "failed", None) == 0 or super()._all_survived
 
 
 def solved_on_gpu(
