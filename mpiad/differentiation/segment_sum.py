@@ -18,6 +18,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
+from mpiad.differentiation.rules.protocol import recorder_of
 from mpiad.primitives.checks import integer_of
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -79,7 +80,7 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
             f"segment_sum: values and segments must have the same length, but got shapes {shape} and {numbers.shape}."
         )
     # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
-    is_traced = _recorder(numbers) is not None
+    is_traced = recorder_of(numbers) is not None
     return add_segments(values, (numbers, number) if is_traced else Segments(numbers, number, checked=False))
 
 
@@ -91,7 +92,7 @@ class Segments:
 
     def __call__(self, values: LocalArray) -> LocalArray:
         """Return the sums (count, ...) of values (n, ...)."""
-        recorder = _recorder(values, self.numbers)
+        recorder = recorder_of(values, self.numbers)
         if recorder is not None:
             return recorder.call(summed_by_segment, (values, self.numbers, self.count), {})
         if not self._checked:
@@ -125,7 +126,7 @@ class Segments:
 
     def taken(self, sums: LocalArray) -> LocalArray:
         """Return the entry of `sums` (count, ...) for each number: the transpose of the sums."""
-        if _recorder(sums, self.numbers) is not None:
+        if recorder_of(sums, self.numbers) is not None:
             return sums[self.numbers]
         (numbers,) = self._indices.on(arrays_of(sums))
         return sums.take(numbers, axis=0)
@@ -156,12 +157,6 @@ def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np
     # Indices beyond the end of a segment are valid but unused.
     indices = np.minimum(starts + steps, len(order) - 1)
     return np.where(steps < lengths, order[indices], len(order)).astype(dtype)
-
-
-def _recorder(*arrays: Array) -> Any:
-    """Return the trace of a compiled program in which one of the arrays is traced, or None."""
-    found: list[Any] = [arrays_of(x) for x in arrays]
-    return next((xp.recorder for xp in found if xp is not None and xp.takes_host_arrays), None)
 
 
 def summed_by_segment(values: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:

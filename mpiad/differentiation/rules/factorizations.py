@@ -39,6 +39,7 @@ from mpiad.differentiation.rules.protocol import (
     identity,
     inherited_vjp,
     lower_triangle,
+    recorder_of,
     refusal,
 )
 from mpiad.transport.core.tracing import tracing
@@ -168,7 +169,7 @@ def over_gaps(x: Array, columns: Array, rows: Array | None, refused: str) -> Arr
     `refused` is the name of the values. If it is "", x is a tangent, and the quotient is NaN: the function may read the
     eigenvalues only. On devices it is always NaN, since the host doesn't wait for the values.
     """
-    recorder = next((part.recorder for part in (x, columns) if hasattr(part, "recorder")), None)
+    recorder = recorder_of(x, columns)
     if recorder is not None:  # a compiled program calls this function
         return recorder.call(over_gaps, (x, columns, rows, refused), {})
     if not x.size:
@@ -288,7 +289,7 @@ def lstsq(a: Array, b: Array, rcond: float | None = None) -> tuple[Array, Array,
 @primitive
 def least_squares(a: Array, b: Array, rcond: float) -> tuple[Array, Array]:
     """Return the solutions and sums of squares of `numpy.linalg.lstsq`, which has no sums (here NaN) for some matrices."""
-    recorder = next((x.recorder for x in (a, b) if hasattr(x, "recorder")), None)
+    recorder = recorder_of(a, b)
     if recorder is not None:  # a compiled program calls this function
         return recorder.call(least_squares, (a, b, rcond), {})
     x, squares = np.linalg.lstsq(a, b, rcond)[:2]

@@ -10,13 +10,13 @@ from autograd.core import make_vjp
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound, recorder_of
 
 
 def entries_of(table: Array, index: Array, like: Array = None) -> Array:
     """Return the entries of a table, shape (K,), or (K, n) with one table per column, at indices of shape (n,)."""
     # If `like` is traced by a recorder, constant entries are traced, too: they remain entries of the table.
-    recorder = next((part.recorder for part in (like, index, table) if hasattr(part, "recorder")), None)
+    recorder = recorder_of(like, index, table)
     if recorder is not None and not isbox(table):
         return recorder.call(entries_of, (table, index), {})
     return table[index] if anp.ndim(table) == 1 else table[index, np.arange(anp.shape(table)[1])]

@@ -164,6 +164,11 @@ def _holds_box(x: object) -> bool:
     return type(x) in BOX_TYPES or isinstance(x, (list, tuple)) and any(map(_holds_box, x))
 
 
+def recorder_of(*args: Array) -> Any:
+    """Return the recorder of the compiled program in whose trace one of the arguments is traced; None if there is none."""
+    return next((x.recorder for x in args if hasattr(x, "recorder")), None)
+
+
 def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a call by name; raise the error of `refusal` for arguments not in `names`."""
     supported = names.split()
