@@ -7,7 +7,7 @@ has one record per trajectory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,19 +139,15 @@ def outcomes_of_all(
         events = _events(channel, share, headers)
     if times is None:
         times = share.t if header.times and not differing.times else _times(channel, share, headers)
-
-    def steps(name: str) -> Array:
-        return records[name].astype(np.int64)
-
+    naccept, nreject = (records[name].astype(np.int64) for name in ("naccept", "nreject"))
     later: dict[str, Callable[[], object]] = {
         "retcode": lambda: ReturnCode.names_of(records["code"]),
         "t_reached": records["t_reached"].copy,
-        "nf": records["nf"].copy if combined.event_rows else lambda: calls(steps("naccept"), steps("nreject")),
-        **{name: partial(steps, name) for name in ("naccept", "nreject")},
+        "nf": records["nf"].copy if combined.event_rows else lambda: calls(naccept, nreject),
     }
-    fields = {"u": None, "u_end": None, "t": times, "_event_rows": events, "_codes": records["code"].copy()}
+    fields = {"t": times, "u": None, "u_end": None, "naccept": naccept, "nreject": nreject, "_event_rows": events}
     fields |= {"headers": headers, "records": records, "warnings": warnings, "not_finite": not_finite}
-    return share, RankOutcomes.lazy(later, **fields)
+    return share, RankOutcomes.lazy(later, **fields, _codes=records["code"].copy())
 
 
 def _header_of(share: EnsembleSolution, report: RankReport) -> _Header:

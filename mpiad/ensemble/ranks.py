@@ -44,12 +44,13 @@ def gathered(
     """Return the solution of all trajectories on every rank; collective. `u`: the results of a reduction, or None."""
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
     # `start` returns all initial states, shape (d, N).
-    deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
+    deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "t_reached")}
     headers, events = outcomes.headers, outcomes._event_rows
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share, "u_end", outcomes)}
     if len(events.ids) and headers.combined.timed:
         counts = headers.rows["event_rows"].tolist()
         events = events._replace(times=gather_pieces(share._event_rows.times, 0, counts, channel))
+    fields |= {"naccept": outcomes.naccept, "nreject": outcomes.nreject}
     fields |= {"_event_rows": events, "converged": bool(headers.combined.converged)}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
