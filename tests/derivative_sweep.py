@@ -252,7 +252,7 @@ ELEMENTWISE = {
     "above one": "acosh arccosh",
 }
 # Of two operands: x is the first, the second, or both.
-BINARY = "add divide fmax fmin maximum minimum multiply pow power subtract true_divide arctan2 atan2 hypot logaddexp logaddexp2 mod remainder"
+BINARY = "add divide fmax fmin maximum minimum multiply pow power subtract true_divide arctan2 atan2 hypot logaddexp logaddexp2 mod remainder copysign heaviside"
 CALLS = """
 -x; x + 1j; 1j - x; x * (2 + 1j); x / 1j; 1j / x; x - np.float64(1); np.float64(2) / x; x ** 2; x ** 3; x ** -1; x ** 0; x % 0.7; abs(x)
 np.sum(x, axis={axis}{keep}); np.mean(x, axis={axis}{keep}); np.prod(x, axis={axis}{keep}); np.var(x, axis={axis}{keep})
@@ -281,7 +281,8 @@ np.gradient(a, x); np.gradient(m, x, axis=-1, edge_order=2); np.gradient(x, 0.3,
 np.expand_dims(x, 0); np.expand_dims(x, -1); np.expand_dims(x, (0, -1)); np.squeeze(x); np.squeeze(x[None]); np.squeeze(x[None], 0)
 np.squeeze(x[..., None], axis=-1); np.squeeze(x[None, ..., None], axis=(0, -1))
 np.flip(x); np.flip(x, axis={axis}); np.flip(x, {one}); np.flipud(x); np.fliplr(x); np.rot90(x); np.rot90(x, 2); np.rot90(x, k=3); np.rot90(x, 1, (-1, 0)); np.rot90(x, axes=(1, 0))
-np.full((2, 3), x); np.full(4, x); np.full((2, *np.shape(x)), x); np.full(np.shape(x), x, dtype=complex); np.full(3, x, dtype=float)
+np.full((2, 3), x); np.full(4, x); np.full((2, *np.shape(x)), x); np.full(np.shape(x), x, dtype=complex); np.full(3, x, dtype=float); np.full(4, fill_value=x)
+np.full_like(x, x[..., :1] * x); np.full_like(a, x); np.full_like(m, x[..., 0]); np.full_like(x, fill_value=x * x, dtype=complex); np.full_like(x, x[0], shape=(2, *np.shape(x))); np.full_like(x, 2.0) * x; np.full_like([0.0, 1.0], x)
 np.linspace(x, 2.0, 5); np.linspace(0.0, x, 5); np.linspace(x, 2 * x, num=5); np.linspace(x, 2.0, 5, endpoint=False); np.linspace(x, 2.0)
 np.linspace(x, 2.0, 5, axis=-1); np.linspace(x, 2.0, 1); np.linspace(x, 2.0, 5, False, True)
 np.moveaxis(x, 0, -1); np.moveaxis(x, -1, 0); np.moveaxis(x, (0, 1), (-1, 0)); np.rollaxis(x, 0); np.rollaxis(x, 1); np.rollaxis(x, -1); np.rollaxis(x, 0, 2)
@@ -748,7 +749,7 @@ four derivatives {{py:func}}`mpiad.value_and_grad` and its family support for ea
 second order by reverse over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
 0 to 3 axes.
 
-- Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
+- Pass traced arrays by position: `np.tile(x, 2)`, not `np.tile(A=x, reps=2)`.
 - `array`, `asarray`, `asanyarray`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`,
   `select`, `choose`, `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
@@ -786,8 +787,7 @@ The results of these functions are sizes, indices, booleans, step functions or a
 
 {constant}.
 
-`full_like(x, y)` is a constant even if y is traced. Use `full(x.shape, y)` instead. For complex z,
-NumPy 2's `sign(z)` is z / |z|, but its derivative is zero here. Write `z / abs(z)` instead.
+For complex z, NumPy 2's `sign(z)` is z / |z|, but its derivative is zero here. Write `z / abs(z)` instead.
 
 ## Functions without a derivative
 
@@ -796,9 +796,9 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 
 {refused}.
 
-The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve` and `ptp` say what to write instead, as do
-those of `linalg.norm` of a matrix. For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and
-`linalg.norm(x)` for `linalg.norm(x, 2)`.
+The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve`, `ptp`, `piecewise`, `meshgrid`, `delete`,
+`insert`, `polyval` and `linalg.matrix_power` say what to write instead, as do those of `linalg.norm` of a matrix.
+For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and `linalg.norm(x)` for `linalg.norm(x, 2)`.
 """
 
 

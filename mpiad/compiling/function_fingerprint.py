@@ -81,7 +81,9 @@ def without_floats(fingerprint: Fingerprint | None) -> Fingerprint | None:
 def is_of_a_package(primitive: object) -> bool:
     """Return whether autograd or this library defines a primitive; its rules then are the derivatives of its body."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(("autograd.", "mpiad."))]
-    return any(value is primitive for module in modules for value in list(vars(module).values()))
+    values = [value for module in modules for value in list(vars(module).values())]
+    # A composition of this library wraps the primitive that it replaces.
+    return any(value is primitive or getattr(value, "__wrapped__", None) is primitive for value in values)
 
 
 class _ValueReader(FunctionReader):

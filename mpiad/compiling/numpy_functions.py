@@ -250,5 +250,5 @@ RULES: dict[Callable, Rule] = {
     np.polyval: _polynomial, np.round: _rounded, np.angle: _angle, np.imag: _each("imag", lambda z: z.imag),
     np.real: _each("real", lambda z: z.real), np.zeros_like: lambda t, *_, **__: t.full(0.0),
     np.empty_like: lambda t, *_, **__: t.full(0.0), np.ones_like: lambda t, *_, **__: t.full(1.0),
-    np.full_like: lambda t, x, value, *_, **__: t.full(value), np.full: lambda t, shape, value, dtype: t.full(value),
+    np.full: lambda t, shape, value, dtype: t.full(value),
 }  # fmt: skip

@@ -26,9 +26,8 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.differentiation.advice import SUMS, in_place_of_scipy
-from mpiad.differentiation.rules.conversions import CONVERSIONS
 from mpiad.differentiation.rules.einsum import contraction
-from mpiad.differentiation.rules.protocol import COMPOSITIONS, substitute
+from mpiad.differentiation.rules.protocol import COMPOSED, COMPOSITIONS, substitute
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -241,12 +240,12 @@ _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
 def reason_of_conversion(frame: FrameType) -> str:
-    """Return reason and advice if a frame sets or takes entries of a plain array, or is np.full's or SciPy's; else ""."""
+    """Return reason and advice if a frame sets or takes entries of a plain array, or is `full`'s or SciPy's; else ""."""
     code = frame.f_code
     if code.co_name == "_wrapfunc" and frame.f_locals.get("method") == "take":
         return _INDEX
-    if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
-        return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
+    if code.co_name in ("full", "full_like") and frame.f_globals["__name__"].startswith("numpy."):
+        return f"it calls numpy.{code.co_name} with a traced value, which makes a plain array: call autograd.numpy's"
     if _is_in_scipy(frame):
         return in_place_of_scipy(outer for outer, _ in walk_stack(frame)) or (
             "it passes traced values to a function of SciPy that only takes plain arrays: call the function of "
@@ -603,8 +602,8 @@ def _traced(x: Any) -> Any:
     return None
 
 
-# SciPy's functions that aren't ufuncs, and `asarray` and the like, have no protocol either: autograd's record their calls
-# with traced arrays. Each trace looks for new ones, since autograd.scipy may be imported later.
+# SciPy's functions that aren't ufuncs, `asarray` and `full` have no protocol either: autograd's record their calls with
+# traced arrays. Each trace looks for new ones, since autograd.scipy may be imported later.
 _known_primitives: set[Callable] = set()
 
 
@@ -619,11 +618,11 @@ def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _let_functions_record() -> None:
-    for fun in (primitive_vjps.keys() | primitive_jvps.keys() | set(CONVERSIONS)) - _known_primitives:
+    for fun in (primitive_vjps.keys() | primitive_jvps.keys() | COMPOSED) - _known_primitives:
         _known_primitives.add(fun)
         function: Any = getattr(fun, "fun", None)
         package = (getattr(function, "__module__", None) or "").removeprefix("autograd.")
-        if fun in CONVERSIONS or package.startswith("scipy.") and not isinstance(function, np.ufunc):
+        if fun in COMPOSED or package.startswith("scipy.") and not isinstance(function, np.ufunc):
             recording: Any = partial(_called, function)
             recording.__wrapped__ = function
             substitute(fun, recording)

@@ -159,7 +159,7 @@ def _differentiable():
 
 
 # A part of the transforms, what makes NumPy's arrays of whatever is given, and methods' functions that were called.
-ELSEWHERE = {"truncate_pad", "full", "_array_from_scalar_or_array"}
+ELSEWHERE = {"truncate_pad", "_array_from_scalar_or_array"}
 
 
 def test_no_function_is_forgotten():

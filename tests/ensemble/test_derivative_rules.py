@@ -62,6 +62,13 @@ def test_a_stopped_state_is_a_constant(rule, alg, gradient):
     np.testing.assert_allclose(kernel, arrays, rtol=1e-11)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_filled_and_converted_arrays(compiled):
+    f = lambda u, p, t: -anp.full_like(u, p[0]) * anp.asarray(u) + anp.full(np.shape(u), 0.0 * p[0])  # noqa: E731
+    slope = -2.0 * np.exp(-1.0)  # of u = 2 exp(-p t)
+    np.testing.assert_allclose(derivatives(f, RK45(), compile=compiled), [np.exp(-1.0), slope, slope], rtol=1e-3)
+
+
 @pytest.mark.parametrize("alg", [RK45(), Rosenbrock23()], ids=["RK45", "Rosenbrock23"])
 def test_a_primitive_has_the_rules_of_the_user(alg):
     f = lambda u, p, t: [-p[0] * amplified(u[0])]  # noqa: E731

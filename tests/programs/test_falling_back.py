@@ -652,8 +652,8 @@ def slice_of_complex(x):
             )
             for fun in (whole, entry, slice_of_complex)
         ],
-        (lambda x: anp.full((2, 3), x), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
-        (lambda x: np.full((2, 3), x[0], float), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
+        (lambda x: np.full((2, 3), x[0], float), "numpy.full with a traced value, .*: call autograd.numpy's"),
+        (lambda x: np.full_like(np.ones(3), x[0]), "numpy.full_like with a traced value, .*: call autograd.numpy's"),
         (lambda x: x * float(x[0]), "control flow depends on a traced value"),
         (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
         (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),

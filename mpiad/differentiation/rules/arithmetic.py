@@ -17,6 +17,7 @@ from mpiad.differentiation.rules.protocol import (
     Primitive,
     Vjp,
     anp,
+    bound,
     in_dtype_of,
     inherited_jvp,
     inherited_vjp,
@@ -81,12 +82,19 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _arctan2_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of the angle of (x, y) by its derivatives with respect to y and x."""
-    if kwargs or len(args) != 2:
-        return inherited_vjp(anp.arctan2, argnums, ans, args, kwargs)
-    parts = [(fitting(args[i], ans), _arctan2_slope(i, *args, ans)) for i in argnums]
-    return lambda g: tuple([_fitted(fit, g * slope) for fit, slope in parts])
+def _slope_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of a function of two arrays by its derivatives; see `_SLOPES`."""
+    bound(fun, "x1 x2", args, kwargs)
+    parts = [(fitting(args[i], ans), _SLOPES[fun](i, *args, ans)) for i in argnums]
+    return lambda g: tuple([None if slope is None else _fitted(fit, g * slope) for fit, slope in parts])
+
+
+def _slope_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add the products of tangents and derivatives."""
+    bound(fun, "x1 x2", args, kwargs)
+    slopes = [(g, _SLOPES[fun](i, *args, ans)) for g, i in zip(gs, argnums)]
+    terms = [g * slope for g, slope in slopes if slope is not None]
+    return sum(terms[1:], terms[0]) if terms else anp.zeros_like(ans)
 
 
 def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
@@ -96,6 +104,22 @@ def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
     scale = in_dtype_of(ans, np.where((scale > 0) & (scale < np.inf), scale, 1.0))
     y, x = y / scale, x / scale
     return (-y if argnum else x) / (x**2 + y**2) / scale
+
+
+def _copysign_slope(argnum: int, x: Array, y: Array, ans: Array) -> Array | None:
+    return None if argnum else anp.sign(x) * anp.sign(ans)  # 0 at x = 0, like the derivative of abs
+
+
+def _heaviside_slope(argnum: int, x: Array, value_at_zero: Array, ans: Array) -> Array | None:
+    return anp.equal(x, 0) if argnum else None
+
+
+# The derivative of a function of two arrays with respect to an argument, given by its position; None for 0.
+_SLOPES: dict[Primitive, Callable[..., Array | None]] = {
+    anp.arctan2: _arctan2_slope,
+    anp.copysign: _copysign_slope,
+    anp.heaviside: _heaviside_slope,
+}
 
 
 def _divmod_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
@@ -138,11 +162,6 @@ _TANGENTS: dict[Primitive, tuple[Callable[..., Array], ...]] = {
         lambda g, x, y, z: _times_minus(g / y, z),
         lambda g, h, x, y, z: (g - z * h) / y,
     ),
-    anp.arctan2: (
-        lambda g, y, x, z: g * _arctan2_slope(0, y, x, z),
-        lambda g, y, x, z: g * _arctan2_slope(1, y, x, z),
-        lambda g, h, y, x, z: g * _arctan2_slope(0, y, x, z) + h * _arctan2_slope(1, y, x, z),
-    ),
 }
 
 
@@ -158,8 +177,9 @@ VJPS = {
     anp.multiply: multiply_vjp,
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
-    anp.arctan2: _arctan2_vjp,
     anp.divmod: _divmod_vjp,
+    **{fun: partial(_slope_vjp, fun) for fun in _SLOPES},
 }
 JVPS: dict[Primitive, JvpMaker] = {fun: partial(_jvp, fun) for fun in _TANGENTS}
+JVPS.update({fun: partial(_slope_jvp, fun) for fun in _SLOPES})
 JVPS[anp.true_divide], JVPS[anp.divmod] = JVPS[anp.divide], _divmod_jvp

@@ -15,9 +15,6 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import anp, composition
 
-# NumPy has no protocol by which traced arrays of `jit` could handle these functions.
-CONVERSIONS = anp.asarray, anp.asanyarray, anp.ascontiguousarray, anp.asfortranarray, anp.require
-
 
 def _converted(a: Array, dtype: DTypeLike | None, flags: str | None = None) -> Array:
     """Return an array with NumPy's `flags`: "C" or "F" (contiguous in this order), "O" (owns its memory)."""

@@ -46,8 +46,9 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
 }
 
-# Functions of NumPy, each as a function of traced values that calls functions with rules.
+# Functions of NumPy, each as a function of traced values that calls functions with rules, and autograd's primitives.
 COMPOSITIONS: dict[Function, Function] = {}
+COMPOSED: set[Primitive] = set()
 
 _NUMBERS = (float, complex, np.inexact)
 # Autograd's own primitives, whose cotangents must have the shapes of the arguments.
@@ -151,7 +152,9 @@ def composition(fun: Primitive) -> Callable[[Function], Function]:
             return (composed if _holds_box((args, *kwargs.values())) else fun)(*args, **kwargs)
 
         function.__name__, function.__doc__ = name, fun.__doc__
+        function.__wrapped__ = fun  # type: ignore[attr-defined]
         COMPOSITIONS[fun.fun] = composed
+        COMPOSED.add(fun)
         for module in (anp, anp.numpy_wrapper, anp.linalg):
             if getattr(module, name, None) is fun:
                 setattr(module, name, function)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import autograd.numpy as anp
+import autograd.numpy.numpy_wrapper
 import numpy as np
-from autograd.extend import defjvp, defvjp, primitive
+from autograd.core import JVPNode, VJPNode
+from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
 from autograd.numpy.numpy_wrapper import _astype
-from autograd.tracer import getval, isbox
+from autograd.tracer import getval, isbox, register_notrace
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
@@ -22,6 +24,7 @@ from mpiad.differentiation.rules.protocol import (
     Argnums,
     Primitive,
     Vjp,
+    anp,
     arrays_like,
     bound,
     composition,
@@ -199,6 +202,24 @@ def _sorted_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Ar
     if fun is anp.partition:
         order = np.take_along_axis(order, np.argsort(np.argsort(result, axis=axis), axis=axis), axis)
     return np.take_along_axis(numbers, order, axis)
+
+
+@primitive
+def _lexsorted(axis: int, *keys: Array) -> Array:
+    return np.lexsort(keys, axis)
+
+
+@notrace_primitive
+def lexsort(keys: Sequence[Array], axis: int = -1) -> Array:
+    """Return `numpy.lexsort` of keys that may be traced, which NumPy would convert to an array of objects."""
+    return _lexsorted(axis, *keys)
+
+
+wrapped: Any = autograd.numpy.numpy_wrapper
+anp.lexsort = wrapped.lexsort = lexsort
+for _kind in (VJPNode, JVPNode):
+    for _fun in (_lexsorted, anp.digitize):  # integers, like those of `argsort` and `searchsorted`
+        register_notrace(_kind, _fun)
 
 
 def _rearrangement_vjp(

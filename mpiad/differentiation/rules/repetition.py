@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
-import autograd.numpy as anp
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.broadcasting import fitted
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, arrays_like, bound, refusal
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    JvpMaker,
+    Primitive,
+    Vjp,
+    anp,
+    arrays_like,
+    bound,
+    composition,
+    refusal,
+)
 
 
 def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -34,14 +43,35 @@ def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=tuple(range(0, len(split), 2))), shape),)
 
 
-def _broadcast_vjp(argnum: int, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangent over the axes along which the argument `argnum` was repeated."""
-    return lambda g: (fitted(g, args[argnum]),)
+def broadcast_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent over the axes along which the array was repeated."""
+    return lambda g: (fitted(g, args[0]),)
 
 
-def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Repeat the tangent."""
-    return anp.broadcast_to(gs[0], args[0])
+@composition(anp.full)
+def full(shape: int | Shape, fill_value: Array, dtype: DTypeLike | None = None, order: str = "C", **_: object) -> Array:
+    """Return `numpy.full`."""
+    x = anp.array(fill_value) if isinstance(fill_value, (list, tuple)) else fill_value
+    filled = anp.copy(anp.broadcast_to(x, shape), order)
+    return filled if dtype is None or filled.dtype == dtype else filled.astype(dtype)
+
+
+@composition(anp.full_like)
+def full_like(
+    a: Array,
+    fill_value: Array,
+    dtype: DTypeLike | None = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: int | Shape | None = None,
+    **_: object,
+) -> Array:
+    """Return `numpy.full_like`, which has a derivative with respect to `fill_value`; for autograd it is a constant."""
+    x = anp.array(fill_value) if isinstance(fill_value, (list, tuple)) else fill_value
+    zero = anp.zeros_like(a, dtype, order, subok, shape)
+    np.broadcast_to(np.empty(anp.shape(x)), zero.shape)  # raises NumPy's error
+    filled = anp.where(zero == 0, x, zero)  # on the device of `a`, even if the value is a number on the host
+    return filled if filled.dtype == zero.dtype else filled.astype(zero.dtype)
 
 
 def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -57,8 +87,7 @@ def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 VJPS = {
     anp.repeat: repeat_vjp,
     anp.tile: tile_vjp,
-    anp.broadcast_to: partial(_broadcast_vjp, 0),
-    anp.full: partial(_broadcast_vjp, 1),
+    anp.broadcast_to: broadcast_vjp,
     anp.linspace: linspace_vjp,
 }
-JVPS = {anp.full: full_jvp}
+JVPS: dict[Primitive, JvpMaker] = {}

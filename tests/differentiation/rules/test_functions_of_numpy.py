@@ -146,6 +146,7 @@ def test_cumulative_products_with_zeros(compiled):
 
 NEW = "take average nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
 NEW += "dstack block choose linalg.multi_dot gradient".split()
+NEW += "full full_like copysign heaviside".split()
 NEW += "asarray asanyarray ascontiguousarray asfortranarray require".split()
 
 
@@ -190,7 +191,10 @@ def test_functions_with_all_derivatives(some):
     "linalg.norm(x, 1, 1) ** 2", "linalg.norm(x, np.inf, 1) ** 2",
     "np.dstack([x, x * x])", "np.block([[x, x * x], [2 * x, m]])", "np.choose(x > 0, [x * x, 3 * x])",
     "linalg.multi_dot([x, x.T, m, x.T])", "np.gradient(x, a, axis=1, edge_order=2)", "np.gradient(m, x[0], axis=-1)",
-    "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "abs(linalg.eigh(x @ x.T)[1]) ** 2",
+    "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "np.full((2, 3), x[0]) * x",
+    "np.full_like(m, x[0]) * x", "np.full_like(x, x[1, 1]) * x", "np.full_like(x, 2.0) * x", "np.copysign(x * x, x - 0.5)",
+    "np.heaviside(x, 0.5) * x", "np.digitize(x, a) * x", "x[:, np.lexsort((x[1], x[0] > 0))] ** 2 * a",
+    "abs(linalg.eigh(x @ x.T)[1]) ** 2",
 ])  # fmt: skip
 def test_compiled_functions(call):
     case = derivative_sweep.Case("compiled", call, (2, 3), "real")
@@ -320,6 +324,69 @@ def test_transforms_of_odd_lengths():
 def test_full_sums_what_was_repeated():
     weights = numpy.arange(6.0).reshape(2, 3)
     close(mpiad.grad(lambda x: np.sum(np.full((2, 3), x) * weights))(A[0]), weights.sum(axis=0))
+
+
+@pytest.mark.parametrize("template", ["traced", "plain"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_full_like_has_the_derivative_of_its_value(template, compiled):
+    """The sum of w v³ over an array that is filled with rows v."""
+    weights, like = numpy.arange(6.0).reshape(2, 3), numpy.ones((2, 3))
+    fun = lambda x: np.sum(weights * np.full_like(x if template == "traced" else like, x[1]) ** 3)  # noqa: E731
+    fun, of_row = mpiad.jit(fun, strict=True) if compiled else fun, numpy.array([[0.0], [1.0]]) * weights.sum(axis=0)
+    close(fun(A), numpy.sum(weights * A[1] ** 3))
+    close(mpiad.grad(fun)(A), 3 * of_row * A[1] ** 2)
+    close(mpiad.jvp(fun, A, V)[1], numpy.sum(3 * of_row * A[1] ** 2 * V))
+    close(mpiad.hvp(fun)(A, V), 6 * of_row * A[1] * V)
+
+
+def test_full_like_converts_to_the_dtype_and_shape():
+    for like, dtype in ((numpy.ones(2, "f4"), None), (A, "f4"), (A, complex)):
+        single = numpy.result_type(like if dtype is None else dtype) == numpy.float32
+        filled = lambda x, like=like, dtype=dtype: np.full_like(like, x, dtype, shape=(2, 2))  # noqa: E731
+        value, change = mpiad.jvp(filled, 0.1, 2.0)
+        assert value.dtype == change.dtype == numpy.result_type(like if dtype is None else dtype)
+        close(value, numpy.full((2, 2), numpy.float32(0.1) if single else 0.1))
+        close(mpiad.grad(lambda x, f=filled: np.sum(np.real(f(x)) ** 2))(0.1), 0.8, rtol=1e-6 if single else 1e-13)
+    assert mpiad.grad(lambda x: np.sum(np.full_like([1, 2], x) * x))(1.7) == 2.0  # of integers, a constant
+    for wrong in (lambda x: np.full_like(numpy.ones(2), x), lambda x: np.full(2, x)):
+        with pytest.raises(ValueError, match="broadcast"):
+            mpiad.grad(lambda x, f=wrong: np.sum(f(x)))(A[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_copysign_and_heaviside_at_zero(compiled):
+    x, y, w = numpy.array([-1.5, 0.0, -0.0, 2.0]), numpy.array([0.3, -0.7, 1.1, -0.4]), numpy.array([1.0, 2.0, 4.0, 8.0])
+    form = mpiad.jit if compiled else lambda fun: fun
+    sign = form(lambda p: np.sum(w * np.copysign(p[0], p[1]) ** 2 * np.sign(p[1])))
+    step = form(lambda p: np.sum(w * np.heaviside(p[0], p[1]) ** 2))
+    for fun, slopes in (
+        (sign, [2 * w * numpy.abs(x) * numpy.sign(x), 0 * x]),  # d|x|² sign(y), where copysign is |x| sign(y)
+        (step, [0 * x, 2 * w * numpy.array([0.0, -0.7, 1.1, 0.0])]),
+    ):
+        if fun is sign:
+            slopes[0] = slopes[0] * numpy.sign(y)
+        close(mpiad.grad(fun)((x, y)), slopes)
+        close(mpiad.jvp(fun, (x, y), (y, x))[1], slopes[0] @ y + slopes[1] @ x)
+    close(mpiad.hvp(step)((x, y), (y, x)), [0 * x, 2 * w * numpy.array([0.0, 0.0, -0.0, 0.0])])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_digitize_and_lexsort_are_constants(compiled):
+    bins, cells = numpy.array([-1.0, 0.0, 1.0]), numpy.array([0, 2, 2, 1, 2, 3])
+    x = numpy.append(A[0], A[1])  # 0.3, -1.2, 0.7, 2.0, 0.9, -0.4
+    numbers, order = numpy.array([2, 0, 2, 3, 2, 1]), numpy.array([0, 3, 1, 2, 4, 5])
+    for fun, slope in (
+        (lambda x: np.sum(np.digitize(x, bins) * x**2), 2 * numbers * x),
+        (lambda x: np.sum(x[np.lexsort((x, cells))] ** 2 * numpy.arange(6)), 2 * x * numpy.argsort(order)),
+        (
+            lambda x: np.sum(x[np.lexsort(np.stack((x, 0 * x + cells)))] ** 2 * numpy.arange(6)),
+            2 * x * numpy.argsort(order),
+        ),
+    ):
+        fun = mpiad.jit(fun, strict=True) if compiled else fun
+        close(mpiad.grad(fun)(x), slope)
+        close(mpiad.jvp(fun, x, x)[1], slope @ x)
+        close(mpiad.hvp(fun)(x, x), slope)
 
 
 def test_powers_of_negative_numbers_with_complex_exponents():
