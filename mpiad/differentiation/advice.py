@@ -27,6 +27,10 @@ _NO_ASSIGNMENT = (
     "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
     f"np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np). {_SUMS}"
 )
+_NO_DIAGONAL = (
+    "Elements of traced arrays can't be assigned: make a new array by np.where of autograd.numpy, for the diagonal "
+    "np.where(np.eye(n) == 1, value, x)."
+)
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
@@ -79,6 +83,12 @@ _OTHER_FUNCTIONS = (
     ),
     (r"^convolve can't be", 'Call autograd.scipy.signal.convolve(x, y, mode="full").'),
     (r"^ptp can't be", "Write np.max(x, axis) - np.min(x, axis)."),
+    (r"^piecewise can't be", "Write np.where(x < 0, f(x), g(x)), or np.select(conditions, [f(x), g(x)], default)."),
+    (r"^meshgrid can't be", "Write x[None, :] and y[:, None] for the arrays of np.meshgrid(x, y): they are broadcast."),
+    (r"^matrix_power can't be", "Write a product, such as np.dot(a, np.dot(a, a)), or a loop with np.dot."),
+    (r"^delete can't be", "Write x[k] with the indices that remain, k = np.delete(np.arange(len(x)), i)."),
+    (r"^insert can't be", "Write np.concatenate([x[:i], np.array([value]), x[i:]])."),
+    (r"^polyval can't be", "Write y = 0.0, and then the loop for c in p: y = y * x + c."),
 )
 # Functions of scipy.linalg and scipy.spatial.distance, and what has derivatives in their place.
 _CHOLESKY = "np.linalg.cholesky(a), which is the lower triangle L"
@@ -116,6 +126,11 @@ _ADVICE = (
         "autograd.numpy has outer of the functions of two arrays, reduce of add, multiply, maximum, minimum, logical_and "
         "and logical_or, and accumulate of add and multiply. In place of np.add.reduceat call mpiad.segment_sum.",
     ),
+    (
+        r"'\w*Box' object has no attribute 'flat'",
+        f"For its elements call np.ravel(x) of autograd.numpy. {_NO_DIAGONAL}",
+    ),
+    (r"^(copyto|place)\(\) argument 1 must be|^putmask: first argument must be", _NO_DIAGONAL),
     (r"Cannot cast ufunc '\w+' output from dtype\('O'\)", _NO_REPMAT),
     (r"array type (dtype\('O'\) )?not supported|convolve2d not available for this type|^Unsupported type $", _NO_FILTER),
     (
@@ -180,7 +195,7 @@ def _advice_for(text: str) -> str | None:
     method = _METHOD.search(text)
     if method is None:
         return None
-    name = "ravel" if method[1] == "flat" else method[1]
+    name = method[1]
     if name in _CHANGING:
         return _NO_ASSIGNMENT
     function = getattr(anp, name, None)

@@ -284,8 +284,9 @@ class Recorder:
         self.require_open()
         reason = (
             "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray, a.dot(x) of a plain array or of "
-            "a sparse matrix): join them by np.concatenate or np.stack of autograd.numpy; write np.dot(a, x), or "
-            "mpiad.linalg.sparse_matmul"
+            "a sparse matrix, or code in C such as scipy.spatial.cKDTree): join them by np.concatenate or np.stack of "
+            "autograd.numpy; write np.dot(a, x), or mpiad.linalg.sparse_matmul; compute what needs plain values, such as "
+            "pairs of neighbors, outside of the jitted function, and pass the index arrays as arguments"
         )
         self.ask(x, reason_of_conversion(sys._getframe(2)) or reason)
 

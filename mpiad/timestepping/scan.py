@@ -631,9 +631,11 @@ def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, obse
     for name, leaf in named_leaves(u0, "u0"):
         if not is_variable(leaf):
             kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
+            advice = "Pass floats or arrays in a dict, list, tuple, or dataclass with the decorator mpiad.pytrees.register."
+            if isinstance(leaf, int) or getattr(leaf, "dtype", np.dtype(object)).kind in "iub":
+                advice = "Convert it. A counter isn't needed in the state, since step gets the number of the step."
             raise TypeError(
-                f"timestepping.scan: the state must consist of real or complex floats, but {name} is of {kind}. Convert "
-                "it. A counter isn't needed in the state, since step gets the number of the step as an argument."
+                f"timestepping.scan: the state must consist of real or complex floats, but {name} is of {kind}. {advice}"
             )
     for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):
         if np.ndim(leaf) == 0 or len(leaf) != n_steps:

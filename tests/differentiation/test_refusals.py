@@ -139,7 +139,44 @@ OTHER_FUNCTIONS: dict[str, tuple[Callable, tuple[str, ...], Callable]] = {
         ("np.max(x, axis) - np.min(x, axis)",),
         lambda x: (anp.max(x, 0) - anp.min(x, 0))[0],
     ),
+    "piecewise": (
+        lambda x: anp.sum(anp.piecewise(x, [x < 0], [lambda x: x**2, lambda x: x**3])),
+        ("np.where(x < 0, f(x), g(x))", "np.select(conditions, [f(x), g(x)], default)"),
+        lambda x: anp.sum(anp.where(x < 0, x**2, x**3) + anp.select([x < 0], [x**2], x**3)) / 2,
+    ),
+    "meshgrid": (
+        lambda x: anp.sum(anp.meshgrid(x[0], x[1])[0] ** 2 * anp.meshgrid(x[0], x[1])[1]),
+        ("x[None, :] and y[:, None]",),
+        lambda x: anp.sum(x[0][None, :] ** 2 * x[1][:, None]),
+    ),
+    "matrix_power": (
+        lambda x: anp.linalg.matrix_power(anp.dot(x, x.T), 3)[0, 1],
+        ("np.dot(a, np.dot(a, a))",),
+        lambda x: anp.dot(a := anp.dot(x, x.T), anp.dot(a, a))[0, 1],
+    ),
+    "delete": (
+        lambda x: anp.sum(anp.delete(x[0], 2) ** 2),
+        ("x[k]", "k = np.delete(np.arange(len(x)), i)"),
+        lambda x: anp.sum(x[0][np.delete(np.arange(len(x[0])), 2)] ** 2),
+    ),
+    "insert": (
+        lambda x: anp.sum(anp.insert(x[0], 2, x[1, 0]) ** 2 * np.arange(6)),
+        ("np.concatenate([x[:i], np.array([value]), x[i:]])",),
+        lambda x: anp.sum(anp.concatenate([x[0, :2], anp.array([x[1, 0]]), x[0, 2:]]) ** 2 * np.arange(6)),
+    ),
+    "polyval": (
+        lambda x: anp.polyval(x[0], x[1, 2]),
+        ("y = 0.0", "for c in p: y = y * x + c"),
+        lambda x: horner(x[0], x[1, 2]),
+    ),
 }
+
+
+def horner(p: Any, x: Any) -> Any:
+    y = 0.0
+    for c in p:
+        y = y * x + c
+    return y
 
 
 def quantile(x: Any, q: float) -> Any:
@@ -378,6 +415,15 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "buffer": (received, TypeError, "expecting buffer", PRIMITIVE),
     "buffer and type": (lambda x: COMM.Bcast([x, MPI.DOUBLE]), TypeError, "bytes-like object", PRIMITIVE),
     "buffer of objects": (lambda x: COMM.Bcast(np.array(x)), KeyError, "cannot map 'O'", PRIMITIVE),
+    "diagonal": (
+        lambda x: np.fill_diagonal(anp.outer(x, x), 1.0),
+        AttributeError,
+        "no attribute 'flat'",
+        r"np\.where of autograd\.numpy, for the diagonal np\.where\(np\.eye\(n\) == 1, value, x\)",
+    ),
+    "masked": (lambda x: np.putmask(x * 1.0, x < 2, 1.0), TypeError, "putmask", r"np\.where of autograd\.numpy"),
+    "placed": (lambda x: np.place(x * 1.0, x < 2, [1.0]), TypeError, "place", r"np\.where of autograd\.numpy"),
+    "copied": (lambda x: np.copyto(x * 1.0, 1.0), TypeError, "copyto", r"np\.where of autograd\.numpy"),
     "method": (lambda x: x.sort(), AttributeError, "no attribute 'sort'", r"np\.sort\(x"),
     "method of plain values": (
         lambda x: x.tolist()[0],

@@ -16,6 +16,7 @@ import autograd.numpy as anp
 import device_double
 import numpy as np
 import pytest
+import scipy.spatial
 import scipy.special
 import scipy.stats
 from autograd.extend import defvjp, primitive
@@ -666,6 +667,10 @@ def slice_of_complex(x):
             r"SciPy's cholesky .* call np\.linalg\.cholesky\(a\)",
         ),
         (lambda x: scipy.linalg.inv(anp.outer(x, x) + np.eye(3)), r"SciPy's inv .* and call np\.linalg\.inv\(a\)\."),
+        (
+            lambda x: scipy.spatial.cKDTree(mpiad.stop_gradient(x)[:, None]).query_pairs(1.0, output_type="ndarray"),
+            r"code in C such as scipy\.spatial\.cKDTree\).* pairs of neighbors, outside of the jitted function, and pass",
+        ),
         (lambda x: np.eye(3).dot(x), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (mpiad.grad(lambda x: anp.sum(np.eye(3).dot(x))), r"write np.dot\(a, x\), or mpiad.linalg.sparse_matmul"),
         (
