@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -43,9 +44,12 @@ def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=tuple(range(0, len(split), 2))), shape),)
 
 
-def broadcast_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangent over the axes along which the array was repeated."""
-    return lambda g: (fitted(g, args[0]),)
+def _broadcast_vjp(argnum: int, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent over the axes along which the argument `argnum` was repeated."""
+    return lambda g: (fitted(g, args[argnum]),)
+
+
+_FULL: Primitive = anp.full  # of programs that have imported it by name before this library
 
 
 @composition(anp.full)
@@ -87,7 +91,8 @@ def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 VJPS = {
     anp.repeat: repeat_vjp,
     anp.tile: tile_vjp,
-    anp.broadcast_to: broadcast_vjp,
+    anp.broadcast_to: partial(_broadcast_vjp, 0),
+    _FULL: partial(_broadcast_vjp, 1),
     anp.linspace: linspace_vjp,
 }
-JVPS: dict[Primitive, JvpMaker] = {}
+JVPS: dict[Primitive, JvpMaker] = {_FULL: lambda argnums, gs, ans, args, kwargs: anp.broadcast_to(gs[0], args[0])}
