@@ -36,6 +36,7 @@ from mpiad.differentiation.rules.protocol import (
     bound,
     checked,
     composition,
+    exact_integer,
     identity,
     inherited_vjp,
     lower_triangle,
@@ -364,7 +365,7 @@ _IN_PLACE_OF_NORMS = {
 def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return the derivative of a norm with respect to each element, and the arguments by name."""
     named = bound(fun, "x ord axis keepdims", args, kwargs)
-    x, order, axis = named["x"], named.get("ord"), named.get("axis")
+    x, order, axis = named["x"], exact_integer(named.get("ord")), named.get("axis")
     shape = anp.shape(x)
     of_matrix = order is not None and len(shape if axis is None else np.ravel(axis)) == 2
     kept = anp.reshape(ans, kept_shape(shape, axis))

@@ -141,7 +141,7 @@ def _subscripts(fun: Primitive, args: tuple, kwargs: dict, n: int, m: int) -> st
     axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
     if fun is not anp.tensordot:
         axes = ([n - 1], [m - 2 if fun is anp.dot and m > 1 else m - 1]) if n and m else 0
-    if isinstance(axes, int):
+    if isinstance(axes, (int, np.integer)):
         axes = range(n - axes, n), range(axes)
     x, y = list(ascii_letters[:n]), list(ascii_letters[n : n + m])
     for i, j in zip(*map(np.ravel, axes)):

@@ -59,7 +59,8 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
-    on_host = _is_on_host(ans)
+    on_host, args = _is_on_host(ans), tuple(map(exact_integer, args))
+    kwargs = {name: exact_integer(x) for name, x in kwargs.items()}
     _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
@@ -76,6 +77,14 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     return lambda g: tuple([array_to_host(part) if is_number else part for part, is_number in zip(fitted(g), are_numbers)])
 
 
+def exact_integer(x: Array) -> Array:
+    """Return a NumPy integer as Python's, and unsigned or narrow ones in an array as int64: rules compute n - 1 from n."""
+    if isinstance(x, np.integer):
+        return int(x)
+    kind = getattr(getattr(x, "dtype", None), "kind", "f")
+    return x.astype(np.int64, copy=False) if kind in "ui" else x
+
+
 def _scipy_rule(fun: Primitive) -> VjpMaker | None:
     is_known = fun.__name__ in SCIPY_VJPS and fun.fun.__module__.startswith("scipy.")
     return SCIPY_VJPS[fun.__name__] if is_known else None
@@ -84,7 +93,8 @@ def _scipy_rule(fun: Primitive) -> VjpMaker | None:
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Compute the tangent by autograd's own rule."""
     _require_support(fun, ans, _is_on_host(ans))
-    return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, args, kwargs)
+    kwargs = {name: exact_integer(x) for name, x in kwargs.items()}
+    return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, tuple(map(exact_integer, args)), kwargs)
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:

@@ -28,6 +28,7 @@ from mpiad.differentiation.rules.protocol import (
     arrays_like,
     bound,
     composition,
+    exact_integer,
     inherited_jvp,
     inherited_vjp,
     linear_jvp,
@@ -258,7 +259,8 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return inherited_vjp(anp.roll, argnums, ans, args, kwargs)
     bound = dict(zip(("a", "shift", "axis"), args), **kwargs)
     shift, axis = bound["shift"], bound.get("axis")
-    opposite = [-s for s in shift] if isinstance(shift, (tuple, list)) else -shift
+    # Unsigned integers and the most negative ones have no opposite in their own dtype.
+    opposite = [-exact_integer(s) for s in shift] if isinstance(shift, (tuple, list)) else -exact_integer(shift)
     return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
 
 
