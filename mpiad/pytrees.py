@@ -1,7 +1,8 @@
 """Pytrees: nested dicts, lists, tuples and registered dataclasses, whose leaves have the same order on all ranks.
 
 - Registration of dataclasses and named tuples: `register`.
-- Traversal: `flatten`, `map_leaves`, `same_form`, and `children` and `named_leaves` with paths.
+- Traversal: `flatten`, `map_leaves`, and `children` and `named_leaves` with paths.
+- Comparison of structures: `same_form`, and `difference` for errors.
 - Checks of leaves: whether they are variables, unsupported, or on a device.
 - Concatenation of small arrays and the inverse, for messages, copies to and from devices, and arithmetic.
 - Descriptions for files: `described` and its inverse `rebuilt`.
@@ -176,15 +177,43 @@ def map_leaves(function: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def same_form(tree: Tree, other: Tree) -> bool:
-    """Return whether two pytrees have the same keys, lengths and registered classes."""
+    """Return whether two pytrees have the same keys, lengths, names of fields and registered classes."""
+    if type(tree) in LEAF_TYPES and type(other) in LEAF_TYPES:  # the most common case
+        return True
+    tree, other = getval(tree), getval(other)
     if isinstance(other, dict):
         return isinstance(tree, dict) and tree.keys() == other.keys() and all(same_form(tree[k], other[k]) for k in other)
     if isinstance(other, (list, tuple)):
-        return isinstance(tree, (list, tuple)) and len(tree) == len(other) and all(map(same_form, tree, other))
+        # A list and a tuple are interchangeable, but the fields of one named tuple aren't those of another.
+        names = getattr(tree, "_fields", None), getattr(other, "_fields", None)
+        alike = isinstance(tree, (list, tuple)) and len(tree) == len(other) and (None in names or names[0] == names[1])
+        return alike and all(map(same_form, tree, other))
     if type(other) in FIELDS:
         names = FIELDS[type(other)]
         return type(tree) is type(other) and all(same_form(getattr(tree, name), getattr(other, name)) for name in names)
     return not isinstance(tree, (dict, list, tuple)) and type(tree) not in FIELDS
+
+
+def difference(tree: Tree, other: Tree, name: str) -> tuple[str, str, str]:
+    """Return the path of the first parts in which the structures of two pytrees differ, and descriptions of both."""
+    (text, form), (other_text, other_form) = _container(tree), _container(other)
+    if form == other_form:
+        parts = zip(children(tree, name) or [], children(other, name) or [])
+        for (_, part), (path, other_part) in parts:
+            if not same_form(part, other_part):
+                return difference(part, other_part, path)
+    return name, text, other_text
+
+
+def _container(tree: Tree) -> tuple[str, object]:
+    """Return a description of a container without its parts, and what it has in common with those of the same form."""
+    tree = getval(tree)
+    name = type(tree).__name__
+    if isinstance(tree, dict):
+        return f"a {name} with the keys {', '.join(map(repr, _in_order(tree))) or '(none)'}", tree.keys()
+    if isinstance(tree, (list, tuple)):
+        return f"a {name} of {getattr(tree, '_fields', len(tree))}", len(tree)
+    return f"a single {name}", type(tree)
 
 
 def children(tree: Tree, name: str) -> list[tuple[str, Tree]] | None:

@@ -40,7 +40,7 @@ from mpiad.differentiation.trace import (
     variables_of,
 )
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.pytrees import flatten, is_variable
+from mpiad.pytrees import difference, flatten, is_variable, same_form
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import require_alike
 from mpiad.transport.core.tracing import tracing
@@ -134,11 +134,12 @@ def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: 
     return several_cotangents_of_variables(record[0], lanes, record[1])
 
 
-def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Array]:
-    leaves = flatten(tree)[0]
-    if len(leaves) != count:
-        raise TypeError(f"{name} must have {count} leaves, like the {of}, but has {len(leaves)}.")
-    return leaves
+def _leaves_of(tree: Tree, like: Tree, name: str, of: str) -> list[Array]:
+    """Return the leaves; raise a TypeError unless the pytree has the structure of the value or argument `like`."""
+    if not same_form(tree, like):
+        path, got, expected = difference(tree, like, name)
+        raise TypeError(f"{path} is {got}, but {expected} in the {of}. Pass a pytree with the structure of the {of}.")
+    return flatten(tree)[0]
 
 
 def _shaped(g: Array, value: Array, call: str, lead: tuple[int, ...] = ()) -> Array:
@@ -203,7 +204,7 @@ def _pushed(fun: Function, argnum: Argnum, call: str) -> Callable[..., Callable]
         variables = variables_of(args, argnum, call)
 
         def evaluate(v: Tree) -> tuple[Tree, Tree]:
-            leaves = _leaves_of(v, len(variables.leaves), f"{call}: v", "argument")
+            leaves = _leaves_of(v, variables.build(variables.leaves), f"{call}: v", "argument")
             tangents = [_shaped(leaves[place], variables.leaves[place], call) for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
 
@@ -340,7 +341,8 @@ class Linearization:
 
 def _seeds(direction: Tree, traced: Traced, call: str, lead: tuple[int, ...] = ()) -> list[tuple[int, Array]]:
     name, of = ("v", "argument") if call == "jvp" else ("the cotangent", "value")
-    triples = zip(_leaves_of(direction, len(traced.values), f"{call}: {name}", of), traced.values, traced.places)
+    leaves = _leaves_of(direction, traced.build(traced.values), f"{call}: {name}", of)
+    triples = zip(leaves, traced.values, traced.places)
     # The shape of a direction is checked even if the function doesn't depend on its variable; others have no value.
     known = [x for x in triples if x[2] >= 0 or call == "jvp" and x[1] is not None]
     shaped = [(place, _shaped(g, value, call, lead)) for g, value, place in known]
@@ -468,6 +470,7 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
+            _leaves_of(v, gradient, "make_hvp: v", "argument")
             # All copies of a shared variable have the same direction, and their products are added. The 0 is the
             # cotangent of the objective: an integer, which needs no axis for directions.
             return completed(pull((0, v), batch=batch))

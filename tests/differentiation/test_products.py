@@ -133,14 +133,36 @@ def test_requests_in_a_program_that_is_run_backwards_repeatedly(rank, size, rank
 
 def test_a_form_that_does_not_fit_is_refused(rank):
     vjp, _ = mpiad.make_vjp(lambda x: (x, x))(np.ones(2))
-    with pytest.raises(TypeError, match="2 leaves, like the value, but has 1"):
+    with pytest.raises(TypeError, match="the cotangent is a single ndarray, but a tuple of 2 in the value"):
         vjp(np.ones(2))
     with pytest.raises(TypeError, match=r"\(2,\).*\(3,\)"):
         vjp((np.ones(2), np.ones(3)))
     with pytest.raises(TypeError, match=r"\(2,\).*\(\)"):
         mpiad.jvp(lambda x: x, np.ones(2), 1.0)
-    with pytest.raises(TypeError, match="1 leaves, like the argument, but has"):
+    with pytest.raises(TypeError, match="jvp: v is a list of 2, but a single ndarray in the argument"):
         mpiad.jvp(lambda x: x, np.ones(2), [1.0, 2.0])
+
+
+X, V = {"a": 1.0, "b": 2.0}, {"b": 1.0, "c": 0.0}
+PRODUCTS = {
+    "jvp": lambda f: mpiad.jvp(f, X, V),
+    "make_jvp": lambda f: mpiad.make_jvp(f)(X)(V),
+    "linearize": lambda f: mpiad.linearize(f)(X).jvp(V),
+    "batch": lambda f: mpiad.linearize(f)(X).jvp({"b": np.ones(2), "c": np.ones(2)}, batch=True),
+    "hvp": lambda f: mpiad.hvp(lambda x: f(x)["a"])(X, V),
+    "make_hvp": lambda f: mpiad.make_hvp(lambda x: f(x)["a"])(X).product(V),
+    "make_vjp": lambda f: mpiad.make_vjp(f)(X)[0](V),
+    "vjp": lambda f: mpiad.linearize(f)(X).vjp(V),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_directions_with_other_keys(name):
+    """Leaves of other names aren't taken in the order of their keys."""
+    of = "value" if name in ("make_vjp", "vjp") else "argument"
+    text = f"a dict with the keys 'b', 'c', but a dict with the keys 'a', 'b' in the {of}. Pass"
+    with pytest.raises(TypeError, match=text):
+        PRODUCTS[name](lambda x: {"b": x["b"] ** 3, "a": x["a"] ** 2 * x["b"]})
 
 
 def loss(x, rank, size):
