@@ -199,6 +199,9 @@ def schedule_of(value: int | CheckpointSchedule | None, steps: int) -> Checkpoin
         )
     if schedule.memory + schedule.disk < 1:
         raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
+    if not isinstance(schedule.directory, (str, os.PathLike, type(None))):
+        got = f"{type(schedule.directory).__name__} {schedule.directory!r:.60}"
+        raise TypeError(f"{call}: directory must be the path of a folder, or None, but got {got}.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
     memory = int(schedule.memory)

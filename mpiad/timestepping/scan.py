@@ -45,10 +45,6 @@ from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 _log = logging.getLogger("mpiad")
 
 
-def _described(specs: list[Spec]) -> str:
-    return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
-
-
 class _Steps(NamedTuple):
     """Some steps that were recorded for a reverse pass."""
 
@@ -272,11 +268,11 @@ class Loop:
         if span.first == 0:
             self.observed_specs = specs
             observed[:] = [spec._replace(shape=(self.steps, *spec.shape)).empty() for spec in specs]
-        if specs != self.observed_specs or not all(spec.differentiable for spec in specs):
-            first = _described(self.observed_specs or [])
+        if not all(spec.differentiable for spec in specs):
+            got = ", ".join([f"dtype {spec.dtype}" for spec in specs])
             raise TypeError(
-                "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
-                f"but after step {span.first} it returned {_described(specs)}, and after step 0 {first}."
+                f"timestepping.scan: with checkpoints, observe must return arrays of floats, but it returned {got}. "
+                "Convert the others to floats."
             )
         for array, column in zip(observed, columns):
             array[slice(*span)] = column
@@ -481,10 +477,10 @@ def scan(
     Parameters
     ----------
     step : callable
-        ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
-        is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again, so
-        it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
-        arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
+        ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the keys and lengths of `u`. With `inputs`
+        it is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again,
+        so it must return the same state for the same arguments; and arrays to differentiate with respect to must be among
+        the arguments of `step`, not in its closure. If `step` is jitted, or a lambda, closure or method around jitted
         functions, several steps are compiled as one program, unless `step` prints or changes lists or attributes.
     u0 : pytree of arrays of floats or complex numbers
         The initial state. All states have the same shapes and dtypes.
@@ -496,9 +492,10 @@ def scan(
         Step k gets entry k of each array; differentiable. The reverse pass of step k computes the cotangent of entry k
         only, whereas it computes the cotangents of whole arrays in `params`.
     observe : callable, optional
-        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats. It is
-        compiled with the steps if possible. With `checkpoints`, the gradient calls it again, the last steps first: store
-        frames of a picture in a dict, ``frames[k] = stop_gradient(u).copy()``, since those in a list would be there twice.
+        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats, with the
+        same structure, shapes and dtypes after each step. It is compiled with the steps if possible. With `checkpoints`,
+        the gradient calls it again, the last steps first: store frames of a picture in a dict, ``frames[k] =
+        stop_gradient(u).copy()``, since those in a list would be there twice.
     checkpoints : int or CheckpointSchedule, optional
         The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
         With a number c, the reverse pass also stores the intermediate values of min(c, ⌈n_steps / (c + 1)⌉) steps.
@@ -514,15 +511,16 @@ def scan(
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, `step` doesn't return a state like `u0`, or, with `checkpoints`, `step` uses a traced
-        value from its closure.
+        If an argument is invalid, `step` doesn't return a state like `u0`, `observe` doesn't return arrays like those after
+        the first step, or, with `checkpoints`, `step` uses a traced value from its closure.
     OSError
         If a state can't be written to a file.
     RuntimeError
         In the gradient, if `step` or `observe` returned another result than in the forward run, as with random numbers or
         clocks; relative differences up to the square root of the precision of the stored states are allowed.
     FloatingPointError
-        If an entry of a state overflows in single precision, with ``CheckpointSchedule(dtype="float32")``.
+        With ``CheckpointSchedule(dtype="float32")``, if an entry of a state overflows in single precision, or if all
+        entries underflow, so that the steps that the gradient repeats have other results.
 
     Ranks
     -----
@@ -598,9 +596,12 @@ def _in_a_trace(
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[Array]]:
     """Run the loop so that the enclosing tape records every step."""
-    # The entries of inputs are the caller's; a broadcast array can't be written.
-    inputs = [np.broadcast_to(leaf, leaf.shape) if type(leaf) is np.ndarray else leaf for leaf in stepping.args.inputs]
-    args, blocks = stepping.args._replace(inputs=inputs), []
+    # Inputs and params are the caller's; a broadcast array can't be written.
+    inputs, params = (
+        [np.broadcast_to(leaf, leaf.shape) if type(leaf) is np.ndarray else leaf for leaf in leaves]
+        for leaves in stepping.args[1:]
+    )
+    args, blocks = Arguments(stepping.args.state, inputs, stepping.args.params if stepping.is_pure else params), []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(copy_of, args.state))
     if tracing.recorder is None and not stepping.is_pure:
@@ -755,6 +756,12 @@ class Comparison:
             allowed = np.sqrt(precisions) * (scales + others * scales.max())
             if np.any(differences > allowed):
                 k, what = int(np.argmax(differences - allowed)), "the observed values" if observed else "the state"
+                if self._schedule.dtype is not None and scales.max() < np.finfo(self._schedule.dtype).tiny:
+                    raise FloatingPointError(
+                        f"timestepping.scan: all entries of {what} after step {number} are below "
+                        f"{np.finfo(self._schedule.dtype).tiny:.2e}, and lose digits or become zero in "
+                        f"CheckpointSchedule(dtype={self._schedule.dtype!r}). Scale the state, or omit dtype."
+                    )
                 raise RuntimeError(
                     f"timestepping.scan: the result of the function at {self._places[observed]} doesn't depend on its "
                     f"arguments alone: {what} after step {number} changed by {differences[k]:.1e}, compared with "

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 import autograd.numpy as anp
@@ -27,7 +28,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, named_leaves
+from mpiad.pytrees import difference, flatten, is_variable, named_leaves, same_form
 from mpiad.timestepping.snapshots import copy_of
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import tracing
@@ -129,9 +130,8 @@ class UserStepping:
         self._on_tape: dict[int, dict[Any, Any]] = {}
         self.prepared_steps = 0  # the number of steps of a program for several steps; 0 if none is prepared
         self.args = Arguments(leaves, entries, constants)
-        # Builds the pytree of observed values from its leaves; None before the first step.
-        self.build_observed: Callable[[list[Array]], Tree] | None = None
-        self._specs = [_spec(leaf) for leaf in leaves]
+        self._observations = Observations()
+        self._specs, self._like = [_spec(leaf) for leaf in leaves], self.build_state([0.0] * len(leaves))
         # The lines of `step` and `observe`, and the paths of the state's leaves in the user's pytree, for errors.
         self.places = tuple(place_of(getattr(fun, "fun", fun)) for fun in (advance, observe))
         self._names = [name for name, _ in named_leaves(state, "u0")]
@@ -237,10 +237,12 @@ class UserStepping:
             return self._called(span, args) or self._run_programs(span, args)
         advance = self._advance if self._form is None or self._form.jitted.is_interpreted else self._form
         tree, columns = advance(*self._step_arguments(first, args)), []
+        state = _checked(_leaves_like(tree, self._like, first), self._specs, self._names, first)
+        state = list(map(_writable, state))
         if self._observe is not None:
             observe = self._observe_form or self._observe
-            columns = self._columns([observe(tree, first, *self._build_params(args.params))])
-        return _checked(flatten(tree)[0], self._specs, self._names, first), columns
+            columns = self._columns([observe(tree, first, *self._build_params(args.params))], first)
+        return state, columns
 
     @property
     def _records_single_steps(self) -> bool:
@@ -248,12 +250,15 @@ class UserStepping:
         is_known = tracing.tape is not None and self._count is not None and self._python_observe is None
         return is_known and not self._program(1).refused
 
-    def _columns(self, rows: Sequence[Tree]) -> list[Array]:
-        """Return the leaves of observed values along a new first axis."""
-        leaves = []
-        for row in rows:
-            parts, self.build_observed = flatten(row)
-            leaves.append(parts)
+    @property
+    def build_observed(self) -> Callable[[list[Array]], Tree] | None:
+        """Builds the pytree of observed values from its leaves; None before the first step."""
+        return self._observations.build
+
+    def _columns(self, rows: Sequence[Tree], first: int) -> list[Array]:
+        """Return the leaves of the values observed after the steps first, ..., along a new first axis."""
+        known = self._observations
+        leaves = [known.checked(known.leaves(row, first + k), first + k) for k, row in enumerate(rows)]
         return [stack(column) for column in zip(*leaves)]
 
     def recorded(self, span: Span, args: Arguments, indices: tuple[int, ...]) -> Any:
@@ -279,8 +284,8 @@ class UserStepping:
         variables = indices and [start + k for k in indices]
         program = segment.repeated(self._layout(length, args), self.leaves(span.first, given), variables)
         if program is not None:
-            if self._observe is not None and self.build_observed is None:
-                self._observed(program.entry.build(program.entry.inside)[1])
+            if self._observe is not None:
+                self._observations.leaves(program.entry.build(program.entry.inside)[1], span.first)
             known.insert(0, program)
             self.prepared_steps = length if length == self._count > 1 else self.prepared_steps
         return program
@@ -335,9 +340,9 @@ class UserStepping:
             state, observed = self._program(length)(*leaves)
             if by_python is not None:
                 params = self._build_params(args.params)
-                blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)]))
+                blocks.append(self._columns([by_python(each, k + j, *params) for j, each in enumerate(observed)], k))
             else:
-                blocks.append(self._observed(observed))
+                blocks.append(self._observed(observed, k))
         return _checked(state, self._specs, self._names, stop - 1), joined(blocks)
 
     def _called(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]] | None:
@@ -346,20 +351,19 @@ class UserStepping:
         if tracing.tape is None:
             program = self._repeated(span, args, None)
             values = program and program.called(span.first, steps // program.steps, args.state, args.inputs)
-            return values and (values[:count], values[count:])
+            return values and (values[:count], self._observations.checked(values[count:], span.first, axes=1))
         length = min(self.steps_per_program, steps)
         if self._python_observe is not None or steps % length:
             return None
         given, known = args._replace(inputs=_with_steps(span, args)), self._on_tape.setdefault(length, {})
         program, layout, leaves = self._program(length), self._layout(length, given), self.leaves(span.first, given)
         result = program.repeated_on_tape(layout, steps // length, leaves, known)
-        return result and (result[0], self._observed(result[1]))
+        return result and (result[0], self._observed(result[1], span.first))
 
-    def _observed(self, tree: Tree) -> list[Array]:
-        """Return the leaves of the observed values of some steps."""
-        leaves, build = flatten(tree)
-        self.build_observed = None if self._observe is None else build
-        return leaves
+    def _observed(self, tree: Tree, first: int) -> list[Array]:
+        """Return the leaves of the values that a program observed after the steps first, ..., with an axis for steps."""
+        known = self._observations
+        return [] if self._observe is None else known.checked(known.leaves(tree, first), first, axes=1)
 
 
 def _with_steps(span: Span, args: Arguments) -> list[Array]:
@@ -372,23 +376,82 @@ def joined(blocks: Sequence[list[Array]]) -> list[Array]:
     return blocks[0] if len(blocks) == 1 else [concatenate(column) for column in zip(*blocks)]
 
 
+class Observations:
+    """The structure, shapes and dtypes of what `observe` returned first, which all other values must have."""
+
+    def __init__(self) -> None:
+        self.build: Callable[[list[Array]], Tree] | None = None
+        self._like, self._specs = None, list[Spec]()
+        self._first = [0, 0]  # the steps that have determined the structure, and shapes and dtypes
+
+    def leaves(self, tree: Tree, number: int) -> list[Array]:
+        """Return the leaves of what was observed after step `number`; raise a TypeError unless it has this structure."""
+        leaves, build = flatten(tree)
+        if self.build is None:
+            self.build, self._like, self._first[0] = build, build([0.0] * len(leaves)), number
+        elif not same_form(tree, self._like):
+            _, got, first = difference(tree, self._like, "")
+            raise _other_observation(number, got, self._first[0], first)
+        return leaves
+
+    def checked(self, leaves: list[Array], number: int, axes: int = 0) -> list[Array]:
+        """Return the leaves, with `axes` for steps; raise a TypeError unless they have these shapes and dtypes."""
+        for leaf in leaves:
+            if not isinstance(leaf, Number) and getattr(getattr(leaf, "dtype", None), "kind", "O") not in "biufc":
+                raise TypeError(
+                    "timestepping.scan: observe must return arrays of floats, in dicts, lists and tuples, but after step "
+                    f"{number} it returned {type(leaf).__name__} {leaf!r:.60}."
+                )
+        specs = [spec._replace(shape=spec.shape[axes:]) for spec in map(_spec, leaves)]
+        if not self._specs:
+            self._specs, self._first[1] = specs, number
+        elif specs != self._specs:
+            raise _other_observation(number, _described(specs), self._first[1], _described(self._specs))
+        return leaves
+
+
+def _other_observation(number: int, got: str, first: int, expected: str) -> TypeError:
+    if tracing.recorder is not None:
+        tracing.recorder.refuse("observe returns another structure, other shapes or dtypes in some steps")
+    return TypeError(
+        "timestepping.scan: observe must return the same structure of arrays, with the same shapes and dtypes, after each "
+        f"step, but after step {number} it returned {got}, and after step {first} {expected}."
+    )
+
+
+def _described(specs: list[Spec]) -> str:
+    return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
+
+
+def _leaves_like(tree: Tree, like: Tree, number: int) -> list[Array]:
+    """Return the leaves of the state after step `number`; raise a TypeError unless it has the structure of `like`."""
+    if same_form(tree, like):
+        return flatten(tree)[0]
+    if tracing.recorder is not None:
+        tracing.recorder.refuse("the step changes the structure of the state")
+    path, got, expected = difference(tree, like, "u0")
+    raise TypeError(
+        f"timestepping.scan: step must return a state like its argument u: {path} is {expected}, but step {number} "
+        f"returned {got}."
+    )
+
+
 def _checked(leaves: list[Array], specs: list[Spec], names: list[str], number: int) -> list[Array]:
     """Return the state after step `number`; raise an error unless its leaves have these specs."""
-    is_same = len(leaves) == len(specs) and all(
-        is_variable(leaf) and _spec(leaf) == spec for leaf, spec in zip(leaves, specs)
-    )
-    if is_same:
+    if all(is_variable(leaf) and _spec(leaf) == spec for leaf, spec in zip(leaves, specs)):
         return leaves
     if tracing.recorder is not None:
-        tracing.recorder.refuse("the step changes the structure, shapes or dtypes of the state")
-    if len(leaves) != len(specs):
-        raise TypeError(
-            f"timestepping.scan: step must return a state like its argument u, which has {len(specs)} "
-            f"array(s), but in step {number} it returned {len(leaves)}."
-        )
+        tracing.recorder.refuse("the step changes the shapes or dtypes of the state")
     leaf, spec, name = next(x for x in zip(leaves, specs, names) if not is_variable(x[0]) or _spec(x[0]) != x[1])
     # The message shows the plain value, since the repr of a traced value is uninformative.
     raise _wrong_state(stop_gradient(leaf), spec, name, number)
+
+
+def _writable(leaf: Array) -> Array:
+    """Return a copy of an array that can't be written, such as an input or a param: the next step may change its state."""
+    plain = getval(leaf)
+    is_fixed = type(plain) is np.ndarray and not plain.flags.writeable
+    return leaf.copy() if is_fixed and hasattr(leaf, "copy") else leaf  # traced arrays of plain autograd have no `copy`
 
 
 def _is_single(leaf: Array) -> bool:
@@ -411,7 +474,9 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
         f"{spec.shape}, but step {number} returned {result}."
     )
     if getattr(leaf, "shape", None) == spec.shape:
-        return TypeError(f"{text} Convert it in step, or pass an initial state of the dtype that step returns.")
+        is_wider = is_variable(leaf) and np.finfo(leaf.dtype).bits > np.finfo(spec.dtype).bits
+        advice = " In derivatives with respect to a Python number a, it is a float64: pass np.float32(a)." * is_wider
+        return TypeError(f"{text} Convert it in step, or pass an initial state of the dtype that step returns.{advice}")
     return ValueError(f"{text} Keep a fixed number of entries, such as particles on the rank where they begin.")
 
 
@@ -489,19 +554,19 @@ def _steps(
         variables, variables_of_observe, state, inputs, params = build(leaves)
         entries, build_input = flatten(inputs) if has_inputs else ([], list)
         # Of this call: a later loop of the same function may have a state of other shapes and dtypes.
-        specs, observed = [_spec(leaf) for leaf in flatten(state)[0]], []
+        specs, like, rows, observations = [_spec(leaf) for leaf in flatten(state)[0]], state, [], Observations()
         for k in range(count):
             entry = (build_input([leaf[k] for leaf in entries]),) if has_inputs else ()
             state = advance(*variables, state, first + k, *entry, *params)
-            _checked(flatten(state)[0], specs, names, first + k)
-            if observe is not None:
-                observed.append(observe(*variables_of_observe, state, first + k, *params))
-        if observe in (None, _state_itself):
-            return flatten(state)[0], observed
-        rows, build_observed = [flatten(row)[0] for row in observed], flatten(observed[0])[1]
-        if tracing.recorder and any([np.shape(x) for x in row] != [np.shape(x) for x in rows[0]] for row in rows):
-            tracing.recorder.refuse("observe returns arrays of other shapes in some steps")
-        return flatten(state)[0], build_observed([anp.stack(column) for column in zip(*rows)])
+            after = _checked(_leaves_like(state, like, first + k), specs, names, first + k)
+            if observe is _state_itself:
+                rows.append(state)
+            elif observe is not None:
+                row = observe(*variables_of_observe, state, first + k, *params)
+                rows.append(observations.checked(observations.leaves(row, first + k), first + k))
+        if observations.build is None:
+            return after, rows
+        return after, observations.build([anp.stack(column) for column in zip(*rows)])
 
     steps.__name__ = getattr(advance, "__name__", "step")
     return steps

@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
         ({"inputs": {"x": 1.0}}, ValueError, r"inputs\['x'\] has shape \(\)"),
         ({"step": lambda u, k, x=0: u[:2]}, ValueError, r"step 0 returned dtype float64 and shape \(2,\)"),
         ({"step": lambda u, k, x=0: u.astype(np.float32)}, TypeError, "dtype float32"),
-        ({"step": lambda u, k, x=0: (u, u)}, TypeError, r"has 1 array\(s\), but in step 0 it returned 2"),
+        ({"step": lambda u, k, x=0: (u, u)}, TypeError, "u0 is a single float, but step 0 returned a tuple of 2"),
         ({"step": lambda u, k, x=0: None}, ValueError, "step 0 returned NoneType None"),
         ({"observe": lambda u, k: u[: k + 1]}, TypeError, r"after step 1 it returned float64 of shape \(2,\)"),
         ({"observe": lambda u, k: 3}, TypeError, "arrays of floats"),
