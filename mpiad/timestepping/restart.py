@@ -70,7 +70,7 @@ def restartable(
     ------
     TypeError, ValueError, OSError
         On all ranks: if an argument is invalid, `n_steps` or `every` differs between ranks, the folder doesn't exist, a
-        file is damaged, or the files belong to a state with other keys or to another number of ranks.
+        file is damaged, or the files belong to a state with other keys, shapes or dtypes, or to another number of ranks.
     SystemExit
         In the loop, with the code 128 plus the signal's number, for example 143 after SIGTERM.
 
@@ -96,26 +96,41 @@ def restartable(
             got = f"{type(state).__name__} {state!r:.60}"
             raise TypeError(f"{_CALL}: state must be a dict with names as keys, but got {got}.")
         warnings, file = as_warnings(signals, _CALL), Path(path).absolute()
-        described(state, "state", {}, _CALL)
+        given: dict[str, np.ndarray] = {}
+        described(state, "state", given, _CALL)
         if not file.parent.is_dir():
             raise ValueError(f"{_CALL}: the folder of {path!s:.200} doesn't exist: {file.parent}. Create it on all ranks.")
     require_same(used, f"n_steps={n_steps}, every={every}", _CALL)
     files = RankFiles(file, used, {"ranks": used.size, "state": sorted(state)}, _CALL)
-    arrays = files.load()
+    arrays, start = files.load(), _specs(given)
     if arrays is not None:
         if files.iteration > n_steps:
             raise ValueError(
                 f"{_CALL}: {path!s:.200} holds the state after {files.iteration} steps, but n_steps is {n_steps}."
             )
         with raising_together(used, ValueError):
+            # Lists and arrays may grow in the loop, so the state must be like that with which the first job began.
+            passed, start = start, files.description.get("start", {})
+            for name, written in _specs(arrays).items():
+                if passed.get(name) not in (None, start.get(name), written):
+                    raise ValueError(
+                        f"{_CALL}: {path!s:.200} holds {name} with {written}, and began with {start.get(name, 'none')}; "
+                        f"but the state that was passed has {passed[name]}. Pass a state like that of the job that wrote "
+                        "the files, or another path, or delete the files."
+                    )
             structure = rebuilt(files.description["structure"], arrays, arrays_of(leaf_on_device(state)))
         state.update(structure)
-    return _steps(n_steps, state, files, used, every, postponed(patience, warnings))
+    return _steps(n_steps, state, start, files, used, every, postponed(patience, warnings))
+
+
+def _specs(arrays: dict[str, np.ndarray]) -> dict[str, str]:
+    return {name: f"dtype {x.dtype} and shape {x.shape}" for name, x in arrays.items()}
 
 
 def _steps(
-    n_steps: int, state: dict[str, Tree], files: RankFiles, channel: Channel, every: int, ending: AbstractContextManager
-) -> Iterator[int]:
+    n_steps: int, state: dict[str, Tree], start: dict[str, str], files: RankFiles, channel: Channel, every: int,
+    ending: AbstractContextManager,
+) -> Iterator[int]:  # fmt: skip
     first = max(files.iteration, 0)
     interval, due, last = 1, first + 1, time.perf_counter()
     with ending:
@@ -132,7 +147,7 @@ def _steps(
                 arrays: dict[str, np.ndarray] = {}
                 with raising_together(channel, Exception):
                     structure = described(state, "state", arrays, _CALL)
-                files.write(done, {"structure": structure}, arrays.items())
+                files.write(done, {"structure": structure, "start": start}, arrays.items())
             if number:
                 if channel.rank == 0:
                     _log.warning("%s: stopped after %d of %d steps; the same program continues.", _CALL, done, n_steps)

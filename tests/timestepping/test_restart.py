@@ -203,6 +203,21 @@ def test_bad_files(path: Path, rank: int, size: int) -> None:
         restartable(3, start(rank), path)
 
 
+@pytest.mark.parametrize("u", [np.zeros(7), np.zeros(5, np.float32)], ids=["shape", "dtype"])
+def test_a_state_of_another_shape_or_dtype(u: np.ndarray, path: Path, rank: int, size: int) -> None:
+    state: dict[str, Any] = {"u": np.zeros(5), "found": np.zeros(0)}
+    for step in restartable(3, state, path):
+        state["found"] = np.append(state["found"], step)
+    # An array that grows continues from its initial shape, and from its present one.
+    for found in (np.zeros(0), np.zeros(3)):
+        again: dict[str, Any] = {"u": np.zeros(5), "found": found}
+        assert list(restartable(3, again, path)) == [] and again["found"].tolist() == [0.0, 1.0, 2.0]
+    other = {"u": u if rank == size - 1 else np.zeros(5), "found": np.zeros(0)}
+    text = rf"holds state/u with dtype float64 and shape \(5,\), .* was passed has dtype {u.dtype} and shape \({len(u)},\)"
+    with pytest.raises((ValueError, WorkerError), match=text):
+        restartable(3, other, path)
+
+
 JOB = """
 import os, signal, sys, time
 import numpy as np
