@@ -390,23 +390,25 @@ class Observations:
         if self.build is None:
             self.build, self._like, self._first[0] = build, build([0.0] * len(leaves)), number
         elif not same_form(tree, self._like):
-            _, got, first = difference(tree, self._like, "")
-            raise _other_observation(number, got, self._first[0], first)
+            path, got, first = difference(tree, self._like, "")
+            raise _other_observation(number, f"{got}{path and f' at {path}'}", self._first[0], first)
         return leaves
 
     def checked(self, leaves: list[Array], number: int, axes: int = 0) -> list[Array]:
         """Return the leaves, with `axes` for steps; raise a TypeError unless they have these shapes and dtypes."""
+        specs = [_spec(leaf) for leaf in leaves]
+        specs = [spec._replace(shape=spec.shape[axes:]) for spec in specs] if axes else specs
+        if specs == self._specs:
+            return leaves
         for leaf in leaves:
             if not isinstance(leaf, Number) and getattr(getattr(leaf, "dtype", None), "kind", "O") not in "biufc":
                 raise TypeError(
                     "timestepping.scan: observe must return arrays of floats, in dicts, lists and tuples, but after step "
                     f"{number} it returned {type(leaf).__name__} {leaf!r:.60}."
                 )
-        specs = [spec._replace(shape=spec.shape[axes:]) for spec in map(_spec, leaves)]
-        if not self._specs:
-            self._specs, self._first[1] = specs, number
-        elif specs != self._specs:
+        if self._specs:
             raise _other_observation(number, _described(specs), self._first[1], _described(self._specs))
+        self._specs, self._first[1] = specs, number
         return leaves
 
 
