@@ -281,9 +281,9 @@ def lstsq(a: Array, b: Array, rcond: float | None = None) -> tuple[Array, Array,
     """Return `numpy.linalg.lstsq`."""
     (rows, columns), values = anp.shape(a), linalg.svd(a, compute_uv=False)
     eps = np.finfo(values.dtype).eps
-    rcond = eps * max(rows, columns) if rcond is None else eps if rcond == -1 else rcond
-    rank = anp.sum(values > rcond * values[:1])
-    x, squares = least_squares(a, b, rcond)
+    least = eps * max(rows, columns) if rcond is None else eps if rcond == -1 else rcond
+    rank = anp.sum(values > least * values[:1])
+    x, squares = least_squares(a, b, least)
     return x, squares if rows > columns else squares[:0], rank, values
 
 
