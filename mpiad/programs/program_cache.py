@@ -33,7 +33,7 @@ from mpiad.programs.number_conditions import admits_of
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
-from mpiad.programs.trace_translation import program_of
+from mpiad.programs.trace_translation import checked_indices, program_of
 from mpiad.programs.traced_array import (
     Abandoned,
     KnownInRun,
@@ -57,7 +57,7 @@ UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
 # Functions for which the shapes of the arguments determine that of the result (for `take`, unless the index is a mask).
-_FIXED = frozenset({np.dot, take, added_at, with_entries, cast})
+_FIXED = frozenset({np.dot, take, added_at, with_entries, cast, checked_indices})
 
 
 class Entry:

@@ -41,8 +41,12 @@ class Layout(NamedTuple):
 class RepeatedProgram:
     """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
 
-    def __init__(self, entry: Entry, layout: Layout, leaves: Sequence[Any], variables: Sequence[int] | None):
-        self.entry, self.layout, self.leaves, self.steps = entry, layout, len(leaves), layout.steps
+    def __init__(
+        self, entry: Entry, layout: Layout, arguments: Sequence[Any], traced: list[int], variables: Sequence[int] | None
+    ):
+        # `traced`: the positions of the program's arguments, as in `Arguments`; other arguments are constants behind `entries`.
+        leaves = [arguments[k] for k in traced]
+        self.entry, self.layout, self.leaves, self.steps, self.traced = entry, layout, len(leaves), layout.steps, traced
         self._numbers = {k: leaves[k] for k in getattr(entry.admits, "places", ())}
         self._head, self._tail = leaves[1 : layout.state.start], leaves[layout.entries.stop :]
         self._is_read_later = [k in entry.replays.read_later for k in range(len(leaves))]
@@ -163,13 +167,14 @@ def prepared(
     for k in variables or ():
         given[k] = np.asarray(given[k])
     arguments = arguments_of(tuple(given), {}, cache.asked)
-    if tracing.recorder is not None or len(arguments.traced) < len(leaves):
+    end = layout.entries.stop
+    if tracing.recorder is not None or arguments.traced[:end] != [*range(end)]:
         return None
     key = arguments.key if variables is None else ("reverse", tuple(variables), arguments.key)
     entry = cache.known(cache.entries, key, arguments)
     if entry is None or entry is UNKNOWN or entry.may_change or not all(entry.inside):
         return None
-    return RepeatedProgram(entry, layout, leaves, variables)
+    return RepeatedProgram(entry, layout, leaves, arguments.traced, variables)
 
 
 def with_traced_state(cache: ProgramCache, layout: Layout, leaves: Sequence[Array]) -> Sequence[Array]:

@@ -8,9 +8,11 @@ made once for a loop, and runs in each gradient.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import count as counter
+from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,6 +90,7 @@ class ScheduledCalls:
         scratch = max(entry.replays.scratch.size for entry in entries)
         self._scratch = self._new([np.broadcast_to(np.uint8(0), scratch)])[0]
         self._program = some = next(program for _, program in programs.values() if program is not None)
+        self.traced = some.traced  # see `RepeatedProgram`
         schedule = some.entry.replays.schedule
         results = [[schedule.buffers[b] for b in part] for part in schedule.outputs_of_parts()]
         first, later = [[np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in part] for part in results]
@@ -111,9 +114,9 @@ class ScheduledCalls:
         if key not in self._replays:
             states = program.layout.state if place < 0 else range(program.leaves, program.leaves + program.states)
             known = dict(zip(states, self._state if place < 0 else self._seeds))
-            made = FixedReplay(program.entry.replays, {**self._shared, **known}, self._scratch)
-            own = {0, *program.layout.state, *program.layout.entries, *range(program.leaves, max(made.arguments) + 1)}
-            self._shared |= {k: x for k, x in made.arguments.items() if k not in own}
+            shared = {*range(1, program.leaves)} - {*program.layout.state, *program.layout.entries}
+            made = FixedReplay(program.entry.replays, {**self._shared, **known}, self._scratch, shared)
+            self._shared |= {k: x for k, x in made.arguments.items() if k in shared}
             self._new([*made.arguments.values(), *made.results[0]])  # counts their bytes
             self._replays[key] = made
         return self._replays[key], program
@@ -235,6 +238,8 @@ class ScheduledCalls:
         """Run the loop with these arguments; return the last state, followed by the observed values of all steps."""
         for k, x in self._shared.items():
             x[...] = leaves[k]
+        for replay in self._replays.values():
+            replay.compute_once()
         for k, x in zip(self._program.layout.state, self._state):
             x[...] = leaves[k]
         for k in self._program.layout.entries:
@@ -358,13 +363,15 @@ class FixedReplay:
         The arrays that it reads, by place, of the arguments of all parts; it allocates the missing ones. They are added.
     scratch : array
         Memory that replays may use one after another.
+    shared : set of int
+        The places of the arguments that are the same in all calls of a loop.
     """
 
-    def __init__(self, replays: Replays, arguments: Mapping[int, Array], scratch: Array):
+    def __init__(self, replays: Replays, arguments: Mapping[int, Array], scratch: Array, shared: Set[int]):
         self._replay = replay = Replay(replays, prepared=True)
         if not replay.is_linked or replays.schedule.program.kept:
             raise Unsuitable
-        self._steps_of_numbers()
+        self._once = self._calls_of_shared(shared)
         self.arguments = dict(arguments)
         self._renewed: dict[Envelope, tuple[Array, int]] = {}  # see `MessageCounts.advance`
         self._channels = list(replay.blocks.channels().values())
@@ -394,21 +401,33 @@ class FixedReplay:
         if any(buffers[root_of(buffers, b)].kind == "input" for b in replays.schedule.outputs):  # changed by the next call
             raise Unsuitable
 
-    def _steps_of_numbers(self) -> None:
-        """Raise an exception unless the results of all calls of Python depend on the first argument, a number, alone."""
-        schedule = self._replay.schedule
+    def _calls_of_shared(self, shared: Set[int]) -> dict[int, CodeType]:
+        """Return the calls of Python that depend on `shared` arguments, by step, as code that runs once in each gradient.
+
+        Raise an exception unless the results of all others depend on the first argument, a number, alone.
+        """
+        schedule, once = self._replay.schedule, dict[int, CodeType]()
         buffers = schedule.buffers
-        known = {
-            b for b, found in enumerate(buffers) if found.kind == "constant" or (found.kind, found.data) == ("input", 0)
-        }
-        for at, _ in self._replay.by_python:
+        fixed = {b for b, found in enumerate(buffers) if found.kind == "constant"}
+        inputs = {b: found.data for b, found in enumerate(buffers) if found.kind == "input"}
+        of_number, same = (fixed | {b for b, k in inputs.items() if k in places} for places in ({0}, shared))
+        for at, lines in self._replay.by_python:
             step = schedule.steps[at]
             is_call = isinstance(step, Run) and not step.in_place and schedule.nodes[step.node].kind == "call"
-            if not is_call or not known.issuperset(root_of(buffers, b) for b in step.inputs):
+            given = {root_of(buffers, b) for b in step.inputs} if is_call else {-1}
+            if given <= same:
+                once[at] = compile("\n".join(lines), str(Path(__file__).with_name("<once>")), "exec")
+                same.update(step.results)
+            elif given <= of_number and all(buffers[b].nbytes <= SMALL for b in step.results):
+                of_number.update(step.results)
+            else:
                 raise Unsuitable
-            if any(buffers[b].nbytes > SMALL for b in step.results):
-                raise Unsuitable
-            known.update(step.results)
+        return once
+
+    def compute_once(self) -> None:
+        """Make the calls of Python whose results are the same in all calls."""
+        for code in self._once.values():
+            exec(code, self._places)
 
     def append_call(self, commands: Commands, counts: MessageCounts, part: int, number: int) -> None:
         """Append the call of a part; `number`: the first argument, with which the calls of Python are made now."""
@@ -419,7 +438,7 @@ class FixedReplay:
             self.arguments[0][...] = number
             commands.copy(self.arguments[0], self.arguments[0].copy())
         for at, lines in replay.by_python:
-            if schedule.part(at) == part:
+            if schedule.part(at) == part and at not in self._once:
                 exec("\n".join(lines), self._places)
                 for array in [self._places[f"b{b}"] for b in schedule.steps[at].results if f"b{b}" in self._places]:
                     commands.copy(array, array.copy())

@@ -223,7 +223,10 @@ class _Translation:
             return self.value(n)
         if n not in self._floats:
             step: Any = node.data
-            if n in program.weak and node.kind == "call" and step.fun in _OF_INTEGERS and not self._is_single:
+            source = [program.nodes[x] for x in node.inputs]
+            if node.kind == "call" and step.fun is take and [(x.kind, x.dtype.kind) for x in source] == [("input", "i")]:
+                made = _take(self, self.value(node.inputs[0]), step.args[1])
+            elif n in program.weak and node.kind == "call" and step.fun in _OF_INTEGERS and not self._is_single:
                 args = [self._as_float(node.inputs[x.place]) if type(x) is Slot else float(x) for x in step.args]
                 dtype, self.dtype = self.dtype, np.dtype(float)
                 made = self.computed(step.fun, *args)

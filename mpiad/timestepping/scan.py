@@ -680,7 +680,8 @@ def run_by_commands(
         return [conformed(cotangents[k], spec_like(getval(leaves[k]))) for k in active]
 
     weakref.finalize(pull, calls.pool.free.append, calls).atexit = False  # no other gradient uses them until then
-    arguments = stepping.leaves(0, plain)
+    given = stepping.leaves(0, plain)
+    arguments = [given[k] for k in calls.traced]
     if not calls.admits(arguments):
         return None
     log_repeated_steps(steps, schedule)
