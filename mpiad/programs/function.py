@@ -31,6 +31,7 @@ from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
+from mpiad.programs.number_conditions import admits_of, admitted
 from mpiad.programs.program_cache import (
     Attempts,
     Entry,
@@ -45,6 +46,7 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.repeated_calls import Layout, RepeatedProgram, prepared, repeated_on_tape, with_traced_state
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import MOST, Arguments, arguments_of
+from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -206,7 +208,8 @@ _WITH_REVERSE_PASS = 3
 _MOST_FAST_CALLS = 4
 # The maximum number of derived functions, for example one per optimizer; the least recently used ones are removed.
 _MOST_DERIVED = 16
-_MOST_VARIANTS = 3  # of a program of several steps, by `replace_by`: more take longer to compile than they save
+# Of a program of several steps, by `replace_by`: a step that is special now and then is at each place of 8 steps, or at none.
+MOST_VARIANTS = 9
 
 
 @overload
@@ -283,7 +286,9 @@ class Jitted(Generic[P, R]):
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
         self._has_program = False  # see `is_compiled`
-        self._estimate: int | None = None  # see `estimated`
+        # See `estimated`; the condition on the numbers of this trace, if there is one (see `number_conditions`).
+        self._estimate: int | None = None
+        self._condition: Any = None
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.
@@ -446,7 +451,7 @@ class Jitted(Generic[P, R]):
 
     def replace_by(self, fun: Function) -> None:
         """Let calls that aren't compiled run `fun`; so are those that take other branches than the first few calls."""
-        self._cache.instead, self._cache.most_variants = fun, _MOST_VARIANTS
+        self._cache.instead, self._cache.most_variants = fun, MOST_VARIANTS
 
     @property
     def is_compiled(self) -> bool:
@@ -474,7 +479,8 @@ class Jitted(Generic[P, R]):
     def estimated(self, args: Callable[[], tuple]) -> int:
         """Return `operations` at the first call, or an estimate by a trace for these arguments; 0 if that fails."""
         if self._estimate is None:
-            self._estimate = self.operations or (0 if self._cache.is_exhausted else self._traced_operations(args()))
+            known = 0 if self._cache.variants else self.operations
+            self._estimate = known or (0 if self._cache.is_exhausted else self._traced_operations(args()))
         return 0 if self.refused else self._estimate or self.operations
 
     def _traced_operations(self, args: tuple) -> int:
@@ -487,7 +493,15 @@ class Jitted(Generic[P, R]):
                     traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
             except Exception:  # noqa: BLE001
                 return 0
+        self._condition = admits_of(recorder) if recorder.decisions else None
         return _WITH_REVERSE_PASS * len(recorder.steps)
+
+    def outcomes(self, args: Callable[[], tuple], place: int, numbers: range) -> tuple[bool, ...]:
+        """Return for some numbers as argument leaf `place` whether the function branches as in the trace of `estimated`.
+
+        Return () if it doesn't branch on numbers.
+        """
+        return () if self._condition is None else admitted(self._condition, numbers, place, flatten(args())[0])
 
     def derived(
         self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False, calls: int = 1

@@ -95,11 +95,18 @@ def _computed(recorder: Trace) -> Iterator[Step]:
 
 def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[object] | Mapping[int, object]) -> bool:
     """Return whether a program can compute with each of some numbers as its first argument, and the other arguments."""
-    others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k])
-    return _admits_all(admits, numbers, others)
+    return all(admitted(admits, numbers, 0, given))
+
+
+def admitted(
+    admits: Any, numbers: Sequence[int], place: int, given: Sequence[object] | Mapping[int, object]
+) -> tuple[bool, ...]:
+    """Return whether a program can compute with each of some numbers as the argument at a place, and the other arguments."""
+    others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k != place])
+    return _admitted(admits, numbers, place, others)
 
 
 @functools.lru_cache(maxsize=256)
-def _admits_all(admits: Any, numbers: Sequence[int], others: tuple) -> bool:
+def _admitted(admits: Any, numbers: Sequence[int], place: int, others: tuple) -> tuple[bool, ...]:
     given: dict[int, object] = dict(others)
-    return all(admits(given | {0: number}) for number in numbers)
+    return tuple([admits(given | {place: number}) for number in numbers])

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import count as counter
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from mpiad.programs.repeated_calls import RepeatedProgram
 from mpiad.programs.replay import Replay, Replays
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import is_watched
+from mpiad.transport.core.channels import Used, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import note_channels
 
@@ -43,6 +43,8 @@ _FIRST = 2  # the number of gradients before the commands are made, which takes 
 # used for some time gives way to others.
 _KNOWN, _BYTES, _LONG = 64, 4 * _MOST, 256
 _requests = counter()
+# Returns the program for some steps from a first one, None if it isn't known: ``find(first, steps, with_reverse_pass)``.
+Find: TypeAlias = Callable[[int, int, bool], "RepeatedProgram | None"]
 # A step, the values of all leaves, those of the forward run, and whether they are observed.
 Compared: TypeAlias = tuple[int, Sequence[Array], Sequence[Array], bool]
 
@@ -57,23 +59,19 @@ class Pool:
         self.is_unsuitable = False
 
 
-class Programs(NamedTuple):
-    """The programs for some number of steps, without and with a reverse pass; None for one that isn't known."""
-
-    forward: RepeatedProgram | None
-    reverse: RepeatedProgram | None
-
-
 class ScheduledCalls:
     """The calls of a loop of some steps, of which one gradient at a time makes use.
 
-    `programs`: by the number of steps that a call makes. The methods for the actions of a schedule append commands.
+    `lengths`: the numbers of steps of the programs, the largest first; where steps branch on their numbers, calls of the
+    same number of steps run several programs. The methods for the actions of a schedule append commands.
     """
 
-    def __init__(self, programs: Mapping[int, Programs], steps: int, pool: Pool):
-        self._programs, self.pool, self.bytes = programs, pool, 0
+    def __init__(self, find: Find, lengths: Sequence[int], some: RepeatedProgram, steps: int, pool: Pool):
+        self._lengths, self.pool, self.bytes = lengths, pool, 0
+        self.find: Find | None = find  # only while commands are appended: it refers to the arguments
         self._commands, self._counts, self._later_counts = Commands(), MessageCounts(), MessageCounts()
-        self._replays: dict[tuple[int, int], FixedReplay] = {}  # by steps, and by place in a reversed block; -1: forward
+        # By program, and by place in a reversed block; -1: forward.
+        self._replays: dict[tuple[RepeatedProgram, int], FixedReplay] = {}
         self._calls: dict[int, FixedReplay] = {}  # by command
         self._compared: dict[int, Compared] = {}  # by command
         self._stored: dict[int, list[Array]] = {}
@@ -83,14 +81,10 @@ class ScheduledCalls:
         self._communications = {False: 0, True: 0}  # those of the reverse pass at True
         self._entries: dict[int, Array] = {}  # arguments with an entry per step, in the current gradient, by place
         self._shared: dict[int, Array] = {}  # arguments that all calls read, by place
-        entries = entries_of(programs)
         self._starts: dict[Any, set[int]] = {}  # the first steps of the calls of programs with a test, by the test
-        self.channels = {used for entry in entries for used in entry.channels}
-        self.communicates = any(entry.communicates for entry in entries)
-        scratch = max(entry.replays.scratch.size for entry in entries)
-        self._scratch = self._new([np.broadcast_to(np.uint8(0), scratch)])[0]
-        self._program = some = next(program for _, program in programs.values() if program is not None)
-        self.traced = some.traced  # see `RepeatedProgram`
+        self._entries_of_programs = set[Entry]()
+        self.channels, self.communicates, self._scratch = set[Used](), False, np.zeros(0, np.uint8)
+        self._program, self.traced = some, some.traced  # see `RepeatedProgram`
         schedule = some.entry.replays.schedule
         results = [[schedule.buffers[b] for b in part] for part in schedule.outputs_of_parts()]
         first, later = [[np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in part] for part in results]
@@ -106,12 +100,15 @@ class ScheduledCalls:
             raise Unsuitable
         return [np.zeros(x.shape, x.dtype) for x in like]
 
-    def _replay(self, steps: int, place: int) -> tuple[FixedReplay, RepeatedProgram]:
-        """Return the replay for a forward call (-1), or for a call at a place in a reversed block, and its program."""
-        key, program = (steps, place), self._program_of(steps, place >= 0)
-        if program is None:
-            raise Unsuitable
+    def _replay(self, program: RepeatedProgram, place: int) -> FixedReplay:
+        """Return the replay for a forward call (-1) of a program, or for a call at a place in a reversed block."""
+        key, entry = (program, place), program.entry
         if key not in self._replays:
+            self._entries_of_programs.add(entry)
+            self.channels |= entry.channels
+            self.communicates |= entry.communicates
+            if entry.replays.scratch.size > self._scratch.size:
+                self._scratch = self._new([np.broadcast_to(np.uint8(0), entry.replays.scratch.size)])[0]
             states = program.layout.state if place < 0 else range(program.leaves, program.leaves + program.states)
             known = dict(zip(states, self._state if place < 0 else self._seeds))
             shared = {*range(1, program.leaves)} - {*program.layout.state, *program.layout.entries}
@@ -119,7 +116,11 @@ class ScheduledCalls:
             self._shared |= {k: x for k, x in made.arguments.items() if k in shared}
             self._new([*made.arguments.values(), *made.results[0]])  # counts their bytes
             self._replays[key] = made
-        return self._replays[key], program
+        return self._replays[key]
+
+    def is_current(self) -> bool:
+        """Return whether the closures of all programs are unchanged."""
+        return all(entry.is_current() for entry in self._entries_of_programs)
 
     def keep(self, number: int) -> None:
         """Store the state before a step."""
@@ -134,8 +135,8 @@ class ScheduledCalls:
 
     def advance(self, first: int, stop: int) -> None:
         """Run the steps first, ..., stop - 1."""
-        for start, steps in self._blocks(first, stop, is_recorded=False):
-            self._append_run(*self._replay(steps, -1), start, observes=not self._middle)
+        for start, program in self._blocks(first, stop, is_recorded=False):
+            self._append_run(self._replay(program, -1), program, start, observes=not self._middle)
 
     def reverse(self, first: int, stop: int) -> None:
         """Run and record the steps first, ..., stop - 1, and run their adjoints.
@@ -150,8 +151,8 @@ class ScheduledCalls:
             self._middle = len(self._commands)
             self.restore(first, last=True)
         blocks = [
-            (*self._replay(steps, place), start)
-            for place, (start, steps) in enumerate(self._blocks(first, stop, is_recorded=True))
+            (self._replay(program, place), program, start)
+            for place, (start, program) in enumerate(self._blocks(first, stop, is_recorded=True))
         ]
         for replay, program, start in blocks:
             self._append_run(replay, program, start, observes=True)
@@ -160,21 +161,21 @@ class ScheduledCalls:
         for replay, program, start in reversed(blocks):
             self._append_adjoint(replay, program, start)
 
-    def _program_of(self, steps: int, is_recorded: bool) -> RepeatedProgram | None:
-        forward, reverse = self._programs[steps]
-        return reverse if is_recorded or forward is None else forward
-
-    def _blocks(self, first: int, stop: int, is_recorded: bool) -> Iterator[tuple[int, int]]:
-        """Yield the first step, and the number of steps, of each call."""
-        for steps in sorted(self._programs, reverse=True):
-            while stop - first >= steps and self._program_of(steps, is_recorded) is not None:
-                yield first, steps
-                first += steps
-        if first < stop:
-            raise Unsuitable
+    def _blocks(self, first: int, stop: int, is_recorded: bool) -> Iterator[tuple[int, RepeatedProgram]]:
+        """Yield the first step and the program of each call."""
+        kinds = (True,) if is_recorded else (False, True)
+        while first < stop:
+            choices = [(steps, kind) for steps in self._lengths if steps <= stop - first for kind in kinds]
+            program = next(filter(None, (self.find(first, steps, kind) for steps, kind in choices)), None)
+            if program is None:
+                raise Unsuitable
+            yield first, program
+            first += program.steps
 
     def _copy(self, out: Sequence[Array], given: Sequence[Array]) -> None:
         for x, y in zip(out, given):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):  # of programs for other numbers
+                raise Unsuitable
             self._commands.copy(x, y)
 
     def _append_run(self, replay: FixedReplay, program: RepeatedProgram, start: int, observes: bool) -> None:
@@ -200,9 +201,8 @@ class ScheduledCalls:
 
     def _observe(self, columns: Sequence[Array], start: int) -> None:
         """Append the storing of observed values, or in the reverse pass a comparison with those of the forward run."""
-        for x, column in zip(self._observed, columns):
-            if not self._middle:
-                self._commands.copy(x[start : start + len(column)], column)
+        if not self._middle:
+            self._copy([x[start : start + len(column)] for x, column in zip(self._observed, columns)], columns)
         for k in range(len(columns[0]) if columns and self._middle else 0):
             values, expected = [x[k : k + 1] for x in columns], [x[start + k : start + k + 1] for x in self._observed]
             self._compare(start + k, True, values, expected)
@@ -282,13 +282,8 @@ class ScheduledCalls:
                 start += 1
 
 
-def entries_of(programs: Mapping[int, Programs]) -> list[Entry]:
-    """Return the compiled functions of programs."""
-    return [program.entry for pair in programs.values() for program in pair if program is not None]
-
-
 def scheduled(
-    programs: Mapping[int, Programs], steps: int, schedule: Any, append: Callable[[ScheduledCalls], object]
+    find: Find, lengths: Sequence[int], steps: int, schedule: Any, append: Callable[[ScheduledCalls], object]
 ) -> ScheduledCalls | None:
     """Return the calls of a loop that no gradient uses; None if commands can't make them, or the loop has hardly run.
 
@@ -296,27 +291,32 @@ def scheduled(
     """
     if calls.is_noting() or is_watched() or FAULT_TOLERANT:
         return None
-    reverse = next((program for _, program in programs.values() if program is not None), None)
+    pairs = [(find(0, length, False), find(0, length, True)) for length in lengths]
+    reverse = next((program for _, program in pairs if program is not None), None)
     if reverse is None:
         return None
     known = reverse.entry.scheduled
-    key = steps, schedule, *entries_of(programs)
+    key = steps, schedule, *[program and program.entry for pair in pairs for program in pair]
     pool = known[key] = known.pop(key, None) or Pool()  # the latest request is the last
     pool.runs, pool.last = pool.runs + 1, next(_requests)
     if len(known) > _KNOWN:
         del known[next(iter(known))]
     if pool.is_unsuitable or pool.runs <= _FIRST:
         return None
-    if pool.free:
-        return pool.free.pop()
+    while pool.free:
+        made = pool.free.pop()
+        if made.is_current():
+            return made
+        pool.bytes -= made.bytes
     for each, other in [*known.items()]:
         if pool.last - other.last > _LONG:
             del known[each]
     if sum(other.bytes for other in known.values()) > _BYTES:
         return None
     try:
-        made = ScheduledCalls(programs, steps, pool)
+        made = ScheduledCalls(find, lengths, reverse, steps, pool)
         append(made)
+        made.find = None
     except Unsuitable:
         pool.is_unsuitable = True
         return None

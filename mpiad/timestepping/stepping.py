@@ -35,6 +35,7 @@ from mpiad.transport.core.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
 _MAX_STEPS, _MAX_OPERATIONS = 32, 1000
+_MOST_NUMBERS = 1000  # of the first steps, whose branches determine the length of programs
 
 
 class Span(NamedTuple):
@@ -119,6 +120,7 @@ class UserStepping:
             for k in numbers:
                 leaves[k] = np.asarray(leaves[k])[()]
         self._params, self._count = params, None
+        self._has_variants = False  # whether some steps need other programs than the first ones do
         # The compiled functions of several steps by their number, and the form of `observe` that they contain.
         self._programs: dict[int, Any] = {}
         self._contained: Any = None
@@ -165,8 +167,10 @@ class UserStepping:
             operations = self._form.jitted.estimated(self._plain_arguments)
             if operations:
                 most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1), self._length)
-                # The number with the smallest remainder is chosen, since the remaining steps run one by one.
-                self._count = min(range(most, most // 2, -1), key=lambda count: self._length % count)
+                place = len(flatten(self._form.variables)[0]) + len(self.args.state)
+                numbers = range(min(self._steps, _MOST_NUMBERS))
+                outcomes = self._form.jitted.outcomes(self._plain_arguments, place, numbers)
+                self._count, self._has_variants = _steps_of_program(most, self._length, outcomes)
         count = self._count or 1
         if self.prepared_steps:
             return count
@@ -183,9 +187,12 @@ class UserStepping:
         return count
 
     def _plain_arguments(self) -> tuple:
-        """Return the arguments of the compiled form for the first step, without boxes."""
+        """Return the arguments of the compiled form without boxes, for the second step if there is one.
+
+        The first step may be of another kind, such as that of a multistep method.
+        """
         form: Any = self._form
-        step = self._step_arguments(0, self.args.at(Span(0, 1), self.args.state))
+        step = self._step_arguments(min(1, self._steps - 1), self.args.at(Span(0, 1), self.args.state))
         leaves, build = flatten((*form.variables, *step))
         return build(list(map(getval, leaves)))
 
@@ -297,14 +304,14 @@ class UserStepping:
         length = self.steps_per_program
         if self._count is None:
             return None
-        from mpiad.programs.scheduled_calls import Programs, scheduled  # see `compiled_form`
+        from mpiad.programs.scheduled_calls import scheduled  # see `compiled_form`
 
-        programs = {}
-        for steps in {min(length, self._steps), 1}:
-            span = Span(0, steps)
-            found = [self._repeated(span, args.at(span, args.state), variables) for variables in (None, indices)]
-            programs[steps] = Programs(*found)
-        return scheduled(programs, self._steps, (schedule, indices), append)
+        def find(first: int, steps: int, with_reverse_pass: bool) -> Any:
+            span = Span(first, first + steps)
+            return self._repeated(span, args.at(span, args.state), indices if with_reverse_pass else None)
+
+        lengths = sorted({min(length, self._steps), 1}, reverse=True)
+        return scheduled(find, lengths, self._steps, (schedule, indices), append)
 
     @property
     def _python_observe(self) -> Function | None:
@@ -328,11 +335,16 @@ class UserStepping:
         (first, stop), state, by_python = span, args.state, self._python_observe
         length, blocks, inputs = min(self.steps_per_program, stop - first), list[list[Array]](), _with_steps(span, args)
         for k in range(first, stop, length):
-            rest = args._replace(state=state, inputs=[leaf[k - first :] for leaf in inputs])
+            end = k + length if self._has_variants else stop
+            rest = args._replace(state=state, inputs=[leaf[k - first : end - first] for leaf in inputs])
             # The program is known after its first call.
-            result = self._called(Span(k, stop), rest) if k > first else None
+            result = self._called(Span(k, end), rest) if k > first or end < stop else None
             if result is not None:
-                return result[0], joined([*blocks, result[1]])
+                state = result[0]
+                blocks.append(result[1])
+                if end < stop:
+                    continue
+                break
             rest = rest._replace(inputs=[leaf[:length] for leaf in rest.inputs])
             leaves = self.leaves(k, rest)
             if tracing.tape is not None and k == 0:
@@ -348,6 +360,8 @@ class UserStepping:
     def _called(self, span: Span, args: Arguments) -> tuple[list[Array], list[Array]] | None:
         """Run steps by repeated calls of a program that is known; None if that is impossible."""
         steps, count = span.stop - span.first, len(args.state)
+        if self._has_variants and steps > self.steps_per_program:
+            return None
         if tracing.tape is None:
             program = self._repeated(span, args, None)
             values = program and program.called(span.first, steps // program.steps, args.state, args.inputs)
@@ -364,6 +378,28 @@ class UserStepping:
         """Return the leaves of the values that a program observed after the steps first, ..., with an axis for steps."""
         known = self._observations
         return [] if self._observe is None else known.checked(known.leaves(tree, first), first, axes=1)
+
+
+@functools.lru_cache(256)
+def _steps_of_program(most: int, length: int, outcomes: tuple[bool, ...]) -> tuple[int, bool]:
+    """Return the number of steps of a program, at most `most`, and whether there are several programs of this length.
+
+    Programs run in each `length` steps. `outcomes`: how the first steps branch. The programs of other branches are others, and there should be few. Among those
+    numbers, the one with the smallest remainder is chosen, since the remaining steps run one by one.
+    """
+
+    def variants(count: int) -> int:
+        blocks = range(0, len(outcomes), length)
+        starts = [start for block in blocks for start in range(block, block + length - count + 1, count)]
+        return len({outcomes[start : start + count] for start in starts if start + count <= len(outcomes)})
+
+    from mpiad.programs.function import MOST_VARIANTS  # see `compiled_form`
+
+    while True:
+        count = min(range(most, most // 2, -1), key=lambda count: (variants(count), length % count))
+        if most == 1 or variants(count) <= MOST_VARIANTS:
+            return count, variants(count) > 1
+        most //= 2
 
 
 def _with_steps(span: Span, args: Arguments) -> list[Array]:
