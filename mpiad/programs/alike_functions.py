@@ -197,6 +197,7 @@ class Template:
     def __init__(self, parts: Parts, compiled: Callable[[Function, Sequence[int]], Any]):
         self.codes, self.build, self._compiled, self._keyed = parts.codes, parts.build, compiled, parts.compiled
         self.is_refused = False  # whether functions like this one aren't compiled
+        self.owner: Any = None  # a weak reference to the first of these functions
         self.attempts: Any = None  # those of compiled functions whose numbers are constants
         self.made = self._made(parts.numbers, parts.traced)
 
@@ -236,6 +237,11 @@ class Templates:
         if template is not None:
             self.known[key] = template
         return template
+
+    def lapsed(self, codes: Sequence[CodeType]) -> int:
+        """Return the number of templates with programs for some code, whose first function doesn't exist any more."""
+        found = [each for each in self.known.values() if each.codes == codes and each.owner() is None]
+        return sum(each.made.jitted.is_compiled for each in found)
 
     def add(self, key: Hashable, template: Template) -> None:
         """Store a new template, and remove the oldest ones."""

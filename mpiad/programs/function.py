@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -23,6 +24,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import PRINTS, HoldsTraced, may_communicate, survey, watch_of
+from mpiad.compiling.program import place_of
 from mpiad.compiling.source import indented
 from mpiad.compiling.watch import Watch
 from mpiad.primitives.operation import suspended
@@ -51,6 +53,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import note_channels, restoring_state, tracing
+from mpiad.transport.world import level_of_repeats
 
 
 class Listing:
@@ -208,7 +211,7 @@ _WITH_REVERSE_PASS = 3
 _MOST_FAST_CALLS = 4
 # The maximum number of derived functions, for example one per optimizer; the least recently used ones are removed.
 _MOST_DERIVED = 16
-# Of a program of several steps, by `replace_by`: a step that is special now and then is at each place of 8 steps, or at none.
+# Of a program of several steps, by `replace_by`: a rare step is at one of the places of 8 steps, or at none.
 MOST_VARIANTS = 9
 
 
@@ -350,7 +353,9 @@ class Jitted(Generic[P, R]):
                 return Jitted(fun, strict and not arguments, exact, Attempts(warned=True) if arguments else attempts)
 
             template = Template(parts, compiled)
-            template.attempts = attempts
+            template.attempts, template.owner = attempts, weakref.ref(self)
+            if _templates.lapsed(parts.codes) == Templates.MOST_OF_ONE_CODE - 1:
+                _warn_of_new_objects(place_of(self.fun))
             try:
                 if survey(template.made.fun, ())[1] not in ("", PRINTS):
                     return None
@@ -564,6 +569,16 @@ class Jitted(Generic[P, R]):
             if call is not None:
                 self._fast_calls[:] = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
+
+
+@functools.lru_cache(256)
+def _warn_of_new_objects(place: str) -> None:
+    """Log a warning, the first time only."""
+    text = (
+        "jit: the function at %s is traced each time it is jitted, since it reads a list, dict or object that is new each "
+        "time. Create this object once, outside of the function that calls jit, or pass its arrays as arguments."
+    )
+    _log.log(level_of_repeats(), text, place)
 
 
 # The compiled functions of `jit`; see `alike_functions`.

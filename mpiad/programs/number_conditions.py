@@ -101,7 +101,7 @@ def admits_all(admits: Any, numbers: Sequence[int], given: Sequence[object] | Ma
 def admitted(
     admits: Any, numbers: Sequence[int], place: int, given: Sequence[object] | Mapping[int, object]
 ) -> tuple[bool, ...]:
-    """Return whether a program can compute with each of some numbers as the argument at a place, and the other arguments."""
+    """Return for some numbers whether a program can compute with them as the argument at a place."""
     others = tuple([(k, np.asarray(given[k]).item()) for k in admits.places if k != place])
     return _admitted(admits, numbers, place, others)
 

@@ -44,7 +44,7 @@ class RepeatedProgram:
     def __init__(
         self, entry: Entry, layout: Layout, arguments: Sequence[Any], traced: list[int], variables: Sequence[int] | None
     ):
-        # `traced`: the positions of the program's arguments, as in `Arguments`; other arguments are constants behind `entries`.
+        # `traced`: the positions of the program's arguments. The others, which follow `entries`, are constants.
         leaves = [arguments[k] for k in traced]
         self.entry, self.layout, self.leaves, self.steps, self.traced = entry, layout, len(leaves), layout.steps, traced
         self._numbers = {k: leaves[k] for k in getattr(entry.admits, "places", ())}

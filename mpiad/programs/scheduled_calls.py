@@ -164,9 +164,10 @@ class ScheduledCalls:
     def _blocks(self, first: int, stop: int, is_recorded: bool) -> Iterator[tuple[int, RepeatedProgram]]:
         """Yield the first step and the program of each call."""
         kinds = (True,) if is_recorded else (False, True)
+        find: Any = self.find
         while first < stop:
             choices = [(steps, kind) for steps in self._lengths if steps <= stop - first for kind in kinds]
-            program = next(filter(None, (self.find(first, steps, kind) for steps, kind in choices)), None)
+            program = next(filter(None, (find(first, steps, kind) for steps, kind in choices)), None)
             if program is None:
                 raise Unsuitable
             yield first, program

@@ -384,8 +384,9 @@ class UserStepping:
 def _steps_of_program(most: int, length: int, outcomes: tuple[bool, ...]) -> tuple[int, bool]:
     """Return the number of steps of a program, at most `most`, and whether there are several programs of this length.
 
-    Programs run in each `length` steps. `outcomes`: how the first steps branch. The programs of other branches are others, and there should be few. Among those
-    numbers, the one with the smallest remainder is chosen, since the remaining steps run one by one.
+    Programs run in each `length` steps. `outcomes`: how the first steps branch. The programs of other branches are others,
+    and there should be few. Among those numbers, the one with the smallest remainder is chosen, since the remaining steps
+    run one by one.
     """
 
     def variants(count: int) -> int:

@@ -487,3 +487,15 @@ def test_numbers_of_a_compiled_function_inside_of_another_one(traces):
         np.testing.assert_allclose(value, 2 * np.sum(np.exp(-rate * X)), rtol=1e-13)
         np.testing.assert_allclose(gradient, -2 * rate * np.exp(-rate * X), rtol=1e-13)
     assert len(traces) == known
+
+
+@pytest.mark.serial
+def test_a_warning_if_each_call_reads_a_new_list(caplog):
+    def loss(u, rate):
+        rates = [rate]
+        return anp.sum(mpiad.jit(lambda u: rates[0] * u**2)(u))
+
+    for rate in range(1, 20):
+        assert loss(np.ones(2), 0.5 * rate) == rate
+    (record,) = caplog.records
+    assert "is traced each time it is jitted, since it reads a list, dict or object" in record.message

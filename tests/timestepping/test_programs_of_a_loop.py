@@ -242,3 +242,25 @@ def test_a_step_whose_trace_needs_a_run_is_compiled_in_gradients(kind, evaluated
         assert made == pytest.approx(plain(0.001 + 1e-30j).imag / 1e-30, rel=1e-12)
         assert k < 2 or step.__code__ not in frames
         frames.clear()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("period", [3, 5, 7, 16])
+def test_programs_have_a_multiple_of_the_period_of_the_branches(period, programs):
+    def stepped(u, k, a, sin):
+        return u + 0.1 * a * sin(u) if k % period else u * 0.9
+
+    def plain(a):
+        u = np.full(4, 0.5, complex)
+        for k in range(96):
+            u = stepped(u, k, a, np.sin)
+        return np.sum(u)
+
+    advance = mpiad.jit(lambda u, k, a: stepped(u, k, a, anp.sin), strict=True)
+    gradient = mpiad.value_and_grad(lambda a: anp.sum(scan(advance, np.full(4, 0.5), 96, a)))
+    for _ in range(2):
+        value, slope = gradient(0.8)
+        np.testing.assert_allclose([value, slope], [plain(0.8).real, plain(0.8 + 1e-30j).imag / 1e-30], rtol=1e-12)
+    lengths = {key[2] for key in advance._derived if type(key) is tuple}
+    assert all(length % period == 0 for length in lengths - {1})
+    assert len(programs) <= 1 + 2  # the remaining steps have one program per branch

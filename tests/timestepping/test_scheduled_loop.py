@@ -384,3 +384,64 @@ def test_parameters_that_are_no_arrays(advance):
         u = u + rate * np.sin(u)
     for _ in range(5):
         np.testing.assert_allclose(mpiad.grad(loss, comm=MPI.COMM_SELF)(0.1), (3 * u**2).imag / 1e-30, rtol=1e-12)
+
+
+def numbered(u, k, force, constants, order, a):
+    """A step with constants that aren't arrays, an array of indices, and entries of an array of integers."""
+    name, scale = constants["name"], 1.0 if constants["scale"] is None else 0.0
+    return u + 0.1 * a * anp.sin(u[order]) * scale + 0.01 * force * (2.0 if name == "upwind" and constants["on"] else 0.0)
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not HAS_COMMANDS, reason="watched")
+def test_constants_indices_and_integers_among_the_arguments(by_commands):
+    start, forces, order = np.linspace(0.1, 1.0, 5), np.arange(40) % 5, np.array([3, 4, 1, 0, -3])
+    advance = mpiad.jit(numbered, strict=True)
+
+    def plain(a, forces, order, name):
+        u = start.astype(complex)
+        for k in range(40):
+            u = u + 0.1 * a * np.sin(u[order]) + 0.01 * forces[k] * (2.0 if name == "upwind" else 0.0)
+        return np.sum(u**3)
+
+    for name in ("upwind", "central"):
+        constants = {"name": name, "scale": None, "on": True}
+
+        def loss(a, forces, order, constants=constants):
+            return anp.sum(scan(advance, start, 40, constants, order, a, inputs=forces, checkpoints=4) ** 3)
+
+        for call in range(5):  # the array of indices is checked in each gradient, and may differ
+            given = forces + call, np.roll(order, call)
+            value, slope = mpiad.value_and_grad(loss)(0.7, *given)
+            np.testing.assert_allclose(value, plain(0.7, *given, name).real, rtol=1e-12)
+            np.testing.assert_allclose(slope, plain(0.7 + 1e-30j, *given, name).imag / 1e-30, rtol=1e-11)
+        with pytest.raises(IndexError):
+            mpiad.value_and_grad(loss)(0.7, forces, order + 4)
+    assert len(by_commands) == 2 * 2
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not HAS_COMMANDS, reason="watched")
+@pytest.mark.parametrize("special", [3, 5, 10, 37])
+def test_steps_that_branch_on_their_number(special, by_commands):
+    """Commands call the programs of all branches."""
+    start, rates = np.linspace(0.1, 1.0, 5), {"low": 0.7}
+
+    def stepped(u, k, a, sin):
+        return u * 0.99 if k % special == 0 else u + 0.1 * a * rates["low"] * sin(u)
+
+    def plain(a):
+        u = start.astype(complex)
+        for k in range(90):
+            u = stepped(u, k, a, np.sin)
+        return np.sum(u**2)
+
+    advance = mpiad.jit(lambda u, k, a: stepped(u, k, a, anp.sin), strict=True)
+    gradient = mpiad.value_and_grad(lambda a: anp.sum(scan(advance, start, 90, a, checkpoints=6) ** 2))
+    for low in (0.7, 0.5):
+        rates["low"] = low
+        for _ in range(5):
+            value, slope = gradient(0.8)
+            np.testing.assert_allclose(value, plain(0.8).real, rtol=1e-12)
+            np.testing.assert_allclose(slope, plain(0.8 + 1e-30j).imag / 1e-30, rtol=1e-11)
+    assert len(by_commands) == 2 * 2
