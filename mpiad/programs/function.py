@@ -291,7 +291,7 @@ class Jitted(Generic[P, R]):
         self._has_program = False  # see `is_compiled`
         # See `estimated`; the condition on the numbers of this trace, if there is one (see `number_conditions`).
         self._estimate: int | None = None
-        self._condition: Any = None
+        self.condition: Any = None
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.
@@ -498,15 +498,12 @@ class Jitted(Generic[P, R]):
                     traced_parts(self.fun, arguments_of(args, {}, self._cache.asked), recorder)
             except Exception:  # noqa: BLE001
                 return 0
-        self._condition = admits_of(recorder) if recorder.decisions else None
+        self.condition = admits_of(recorder) if recorder.decisions else None
         return _WITH_REVERSE_PASS * len(recorder.steps)
 
-    def outcomes(self, args: Callable[[], tuple], place: int, numbers: range) -> tuple[bool, ...]:
-        """Return for some numbers as argument leaf `place` whether the function branches as in the trace of `estimated`.
-
-        Return () if it doesn't branch on numbers.
-        """
-        return () if self._condition is None else admitted(self._condition, numbers, place, flatten(args())[0])
+    def outcomes(self, args: tuple, place: int, numbers: range) -> tuple[bool, ...]:
+        """Return for some numbers as argument leaf `place` whether the function branches as in the trace of `estimated`."""
+        return admitted(self.condition, numbers, place, flatten(args)[0])
 
     def derived(
         self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False, calls: int = 1

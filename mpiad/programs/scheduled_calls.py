@@ -119,7 +119,7 @@ class ScheduledCalls:
         return self._replays[key]
 
     def is_current(self) -> bool:
-        """Return whether the closures of all programs are unchanged."""
+        """Return whether the closures of those programs are unchanged that don't begin with the first step."""
         return all(entry.is_current() for entry in self._entries_of_programs)
 
     def keep(self, number: int) -> None:
@@ -318,6 +318,7 @@ def scheduled(
         made = ScheduledCalls(find, lengths, reverse, steps, pool)
         append(made)
         made.find = None
+        made._entries_of_programs.difference_update(key)  # `find` returns current ones
     except Unsuitable:
         pool.is_unsuitable = True
         return None

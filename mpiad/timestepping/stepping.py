@@ -167,9 +167,11 @@ class UserStepping:
             operations = self._form.jitted.estimated(self._plain_arguments)
             if operations:
                 most = min(_MAX_STEPS, max(_MAX_OPERATIONS // operations, 1), self._length)
-                place = len(flatten(self._form.variables)[0]) + len(self.args.state)
-                numbers = range(min(self._steps, _MOST_NUMBERS))
-                outcomes = self._form.jitted.outcomes(self._plain_arguments, place, numbers)
+                outcomes: tuple[bool, ...] = ()
+                if self._form.jitted.condition is not None:
+                    place = len(flatten(self._form.variables)[0]) + len(self.args.state)
+                    numbers = range(min(self._steps, _MOST_NUMBERS))
+                    outcomes = self._form.jitted.outcomes(self._plain_arguments(), place, numbers)
                 self._count, self._has_variants = _steps_of_program(most, self._length, outcomes)
         count = self._count or 1
         if self.prepared_steps:
