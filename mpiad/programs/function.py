@@ -291,7 +291,7 @@ class Jitted(Generic[P, R]):
         self._has_program = False  # see `is_compiled`
         # See `estimated`; the condition on the numbers of this trace, if there is one (see `number_conditions`).
         self._estimate: int | None = None
-        self.condition: Any = None
+        self.condition: Callable[[Sequence[Array]], bool] | None = None
         self._on_tape: set[Any] = set()  # the signatures of plain arguments whose calls are parts of derivatives
         self.calls = 1  # the number of calls that a derived function makes of the one from which it was derived
         # The compiled function that has the programs, None if unknown, and the functions for which that holds.

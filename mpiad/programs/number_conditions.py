@@ -107,6 +107,8 @@ def admitted(
 
 
 @functools.lru_cache(maxsize=256)
-def _admitted(admits: Any, numbers: Sequence[int], place: int, others: tuple) -> tuple[bool, ...]:
+def _admitted(
+    admits: Callable[[dict[int, object]], bool], numbers: Sequence[int], place: int, others: tuple
+) -> tuple[bool, ...]:
     given: dict[int, object] = dict(others)
     return tuple([admits(given | {place: number}) for number in numbers])
