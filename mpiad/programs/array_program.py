@@ -339,7 +339,12 @@ class ArrayProgram:
         """Append an elementwise function; for a join of components, append the join of the functions of its parts."""
         for x in inputs:
             node = self.nodes[x]
-            if node.kind == "join" and node.shape == tuple(shape) and self._has_components(node):
+            if node.kind != "join" or node.shape != tuple(shape) or node.shape[node.data] > SHORT:
+                continue
+            # Components are single; constants may be longer. The parts of a padded grid are longer, too: each function of
+            # shifted views would have more parts than its arguments.
+            parts = [self.nodes[part] for part in node.inputs]
+            if all(part.kind == "number" or part.shape[node.data] == 1 for part in parts):
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
@@ -349,14 +354,6 @@ class ArrayProgram:
             operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
         return self.join(made, node.data)
-
-    def _has_components(self, join: Node) -> bool:
-        """Return whether a join consists of single components, and of constants."""
-        # The parts of a padded grid are longer: each function of shifted views would have more parts than its arguments.
-        if join.shape[join.data] > SHORT:
-            return False
-        parts = [self.nodes[x] for x in join.inputs]
-        return all(part.kind == "number" or part.shape[join.data] == 1 for part in parts)
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""

@@ -340,9 +340,12 @@ class ProgramCache:
         return self._store(self.entries, key, entry)
 
     def program(
-        self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None,
+        self,
+        arguments: Arguments,
+        variables: Sequence[int],
+        watch: Watch | None = None,
         notes: Sequence[Note] | None = None,
-    ) -> Recorded | None:  # fmt: skip
+    ) -> Recorded | None:
         """Return the function's program, recorded once for each signature and choice of `variables`.
 
         `variables` are positions of leaves; `watch`: that of this call, if there is one; `notes`: those of a run. Return

@@ -42,7 +42,7 @@ class RepeatedProgram:
     """A program for repeated calls, with the arguments that are the same in all of them; created by `prepared`."""
 
     def __init__(
-        self, entry: Entry, layout: Layout, arguments: Sequence[Any], traced: list[int], variables: Sequence[int] | None
+        self, entry: Entry, layout: Layout, arguments: Sequence[Array], traced: list[int], variables: Sequence[int] | None
     ):
         # `traced`: the positions of the program's arguments. The others, which follow `entries`, are constants.
         leaves = [arguments[k] for k in traced]

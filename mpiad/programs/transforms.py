@@ -69,7 +69,7 @@ class Settled(NamedTuple):
     """A function whose result determines the program; see `Recorder.settle`."""
 
     fun: Function
-    outcome: Any
+    outcome: object
 
 
 class CallNode(OrderedNode):
@@ -134,7 +134,7 @@ class ProgramTape(OrderedTape):
         node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
 
-    def settled(self, fun: Function, args: tuple, outcome: Any) -> None:
+    def settled(self, fun: Function, args: tuple, outcome: object) -> None:
         """Record a function whose result determines the program, so that the programs of derivatives call it, too."""
         node = CallNode.__new__(CallNode)
         self.add(node, None, Settled(fun, outcome), args, {}, (), ())
@@ -271,7 +271,7 @@ class Evaluation:
             if recorder is not None:
                 recorder.outcome = NotImplemented
 
-    def _settle(self, settled: Settled, args: Sequence[Any]) -> None:
+    def _settle(self, settled: Settled, args: Sequence[object]) -> None:
         """Repeat a call whose result determines the program."""
         fun, outcome = settled
         if self._recorder is not None:

@@ -128,9 +128,14 @@ def _specs(arrays: dict[str, np.ndarray]) -> dict[str, str]:
 
 
 def _steps(
-    n_steps: int, state: dict[str, Tree], start: dict[str, str], files: RankFiles, channel: Channel, every: int,
+    n_steps: int,
+    state: dict[str, Tree],
+    start: dict[str, str],
+    files: RankFiles,
+    channel: Channel,
+    every: int,
     ending: AbstractContextManager,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     first = max(files.iteration, 0)
     interval, due, last = 1, first + 1, time.perf_counter()
     with ending:
