@@ -59,8 +59,7 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
-    on_host, args = _is_on_host(ans), tuple(map(exact_integer, args))
-    kwargs = {name: exact_integer(x) for name, x in kwargs.items()}
+    on_host, (args, kwargs) = _is_on_host(ans), _exact(fun, args, kwargs)
     _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
@@ -85,6 +84,14 @@ def exact_integer(x: Array) -> Array:
     return x.astype(np.int64, copy=False) if kind in "ui" else x
 
 
+def _exact(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments of a function of NumPy or SciPy with exact integers; those of users' primitives are data."""
+    module = getattr(fun.fun, "__module__", None) or "numpy"  # universal functions may have none
+    if module.partition(".")[0] not in ("autograd", "numpy", "scipy"):
+        return args, kwargs
+    return tuple(map(exact_integer, args)), {name: exact_integer(x) for name, x in kwargs.items()}
+
+
 def _scipy_rule(fun: Primitive) -> VjpMaker | None:
     is_known = fun.__name__ in SCIPY_VJPS and fun.fun.__module__.startswith("scipy.")
     return SCIPY_VJPS[fun.__name__] if is_known else None
@@ -93,8 +100,7 @@ def _scipy_rule(fun: Primitive) -> VjpMaker | None:
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Compute the tangent by autograd's own rule."""
     _require_support(fun, ans, _is_on_host(ans))
-    kwargs = {name: exact_integer(x) for name, x in kwargs.items()}
-    return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, tuple(map(exact_integer, args)), kwargs)
+    return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, *_exact(fun, args, kwargs))
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
