@@ -94,9 +94,10 @@ def _called_as_operation(cache: ProgramCache, key: Hashable, arguments: Argument
         return cache.run(arguments)
     if not recorded.operations:
         recorded.operations.append(CompiledOperation(recorded.program))
-    leaves, counts = _unchanging(arguments, tracing.tape).leaves, message_counts()
+    leaves, operation = _unchanging(arguments, tracing.tape).leaves, recorded.operations[0]
+    counts = message_counts() if operation.communicates else None
     try:
-        made = recorded.operations[0]([leaves[k] for k in arguments.traced])
+        made = operation([leaves[k] for k in arguments.traced])
     except Changed as change:
         with cache.changed(key, change, counts):
             return cache.run(arguments)

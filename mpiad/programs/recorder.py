@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -194,8 +195,7 @@ class Recorder:
         self.condition: Any = None  # on the arguments, of a program that the trace contains; see `number_conditions`
         self.channels: set[Used] = set()
         self._outermost: FrameType | None = None  # the user's frame around the trace
-        # What the next call returns that only a run can tell, if a transformation repeats the call; see `_noted`.
-        self.outcome: Any = NotImplemented
+        self._outcome: Any = NotImplemented  # see `knowing`
         self.on_settled: Callable[..., None] | None = None  # called with the arguments and the result of `settle`
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
 
@@ -251,7 +251,7 @@ class Recorder:
 
     def _noted(self, fun: Any, value: Any = NotImplemented) -> Any:
         """Return `value`, or if it is NotImplemented, what is known of a call from a run; end the trace if nothing is."""
-        value = self.outcome if value is NotImplemented else value
+        value = self._outcome if value is NotImplemented else value
         if value is not NotImplemented:
             return value
         name = getattr(fun, "__name__", repr(fun))
@@ -259,6 +259,15 @@ class Recorder:
         if note is None or note.name != name:
             self.refuse(f"the result of {name} is known only in a run", KnownInRun if note is None else Abandoned)
         return note.value
+
+    @contextmanager
+    def knowing(self, outcome: object) -> Iterator[None]:
+        """Open a context in which a transformation repeats a call whose `outcome` only a run could tell."""
+        self._outcome = outcome
+        try:
+            yield
+        finally:
+            self._outcome = NotImplemented
 
     def ask(self, x: Any, reason: str) -> NoReturn:
         """End the trace in failure, since the function needs the value of x; set `asked` for integers and comparisons."""
@@ -390,8 +399,10 @@ class Recorder:
         self._step("call", fun, references, (number,))
         for holder in self._holders.get(id(_root(target.value)), ()):
             other = holder()
-            if other is not None and other is not target and other is not part:
-                other.stale = target if np.shares_memory(other.value, target.value) else other.stale
+            if other is None or other is target or other is part:
+                continue
+            if np.shares_memory(other.value, target.value):
+                other.stale = target
         target.number = number
 
     def _check_exceptions(self, args: Any, may_raise: bool) -> None:

@@ -258,26 +258,26 @@ class Evaluation:
             params = mapped(call.params, self._constant)
         if recorder is None:
             next(communications)
-        else:
-            recorder.combined = call.is_combined
-            if step is not None and step.fun is call.fun and len(step.outs) == 1:
-                recorder.outcome = Spec(*self._program.recorder.specs[step.outs[0]])
-        try:
-            if step is None or step.rule is None:
-                return apply(call.fun, tracing.tape, tuple(args), params)
-            arguments = *step.rule, None, None
-            return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, tuple(args), params)
-        finally:
-            if recorder is not None:
-                recorder.outcome = NotImplemented
+            return self._communicated(call, tuple(args), params)
+        recorder.combined, outcome = call.is_combined, NotImplemented
+        if step is not None and step.fun is call.fun and len(step.outs) == 1:
+            outcome = Spec(*self._program.recorder.specs[step.outs[0]])
+        with recorder.knowing(outcome):
+            return self._communicated(call, tuple(args), params)
+
+    def _communicated(self, call: Call, args: tuple, params: object) -> Array:
+        """Repeat a communication, in the rule that has made it."""
+        if call.step is None or call.step.rule is None:
+            return apply(call.fun, tracing.tape, args, params)
+        arguments = *call.step.rule, None, None
+        return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, args, params)
 
     def _settle(self, settled: Settled, args: Sequence[object]) -> None:
         """Repeat a call whose result determines the program."""
         fun, outcome = settled
         if self._recorder is not None:
-            self._recorder.outcome = outcome
-            self._recorder.settle(fun, tuple(args))
-            self._recorder.outcome = NotImplemented
+            with self._recorder.knowing(outcome):
+                self._recorder.settle(fun, tuple(args))
         elif checked_on_replay(fun, *args) != outcome:
             raise RuntimeError(
                 f"jit: {getattr(fun, '__name__', fun)} returns another result than when the function was compiled, while "

@@ -84,14 +84,16 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def _slope_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangent of a function of two arrays by its derivatives; see `_SLOPES`."""
-    bound(fun, "x1 x2", args, kwargs)
+    if kwargs or len(args) != 2:
+        bound(fun, "x1 x2", args, kwargs)
     parts = [(fitting(args[i], ans), _SLOPES[fun](i, *args, ans)) for i in argnums]
     return lambda g: tuple([None if slope is None else _fitted(fit, g * slope) for fit, slope in parts])
 
 
 def _slope_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Add the products of tangents and derivatives."""
-    bound(fun, "x1 x2", args, kwargs)
+    if kwargs or len(args) != 2:
+        bound(fun, "x1 x2", args, kwargs)
     slopes = [(g, _SLOPES[fun](i, *args, ans)) for g, i in zip(gs, argnums)]
     terms = [g * slope for g, slope in slopes if slope is not None]
     return sum(terms[1:], terms[0]) if terms else anp.zeros_like(ans)

@@ -300,8 +300,9 @@ def least_squares(a: Array, b: Array, rcond: float) -> tuple[Array, Array]:
 @primitive
 def of_independent_columns(r: Array, rcond: float) -> Array:
     """Return the factor R of a matrix; raise a NotImplementedError if the columns are linearly dependent."""
-    if hasattr(r, "recorder"):  # a compiled program calls this function
-        return r.recorder.call(of_independent_columns, (r, rcond), {})
+    recorder = recorder_of(r)
+    if recorder is not None:  # a compiled program calls this function
+        return recorder.call(of_independent_columns, (r, rcond), {})
     values = np.linalg.svd(r, compute_uv=False)
     if values.size and values[-1] <= rcond * values[0] and not tracing.is_abstract:
         raise refusal(linalg.lstsq, _DEPENDENT)

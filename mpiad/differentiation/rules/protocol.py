@@ -78,18 +78,18 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 
 def exact_integer(x: Array) -> Array:
     """Return a NumPy integer as Python's, and unsigned or narrow ones in an array as int64: rules compute n - 1 from n."""
-    if isinstance(x, np.integer):
-        return int(x)
-    kind = getattr(getattr(x, "dtype", None), "kind", "f")
-    return x.astype(np.int64, copy=False) if kind in "ui" else x
+    if getattr(getattr(x, "dtype", None), "kind", "f") not in "ui":
+        return x
+    return int(x) if isinstance(x, np.integer) else x.astype(np.int64, copy=False)
 
 
 def _exact(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a function of NumPy or SciPy with exact integers; those of users' primitives are data."""
-    module = getattr(fun.fun, "__module__", None) or "numpy"  # universal functions may have none
-    if module.partition(".")[0] not in ("autograd", "numpy", "scipy"):
-        return args, kwargs
-    return tuple(map(exact_integer, args)), {name: exact_integer(x) for name, x in kwargs.items()}
+    if fun not in _OWN_PRIMITIVES:
+        module = getattr(fun.fun, "__module__", None) or "numpy"  # universal functions may have none
+        if module.partition(".")[0] not in ("autograd", "numpy", "scipy"):
+            return args, kwargs
+    return tuple(map(exact_integer, args)), kwargs and {name: exact_integer(x) for name, x in kwargs.items()}
 
 
 def _scipy_rule(fun: Primitive) -> VjpMaker | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import autograd.numpy.numpy_wrapper
 import numpy as np
 from autograd.core import JVPNode, VJPNode
 from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
@@ -216,8 +215,7 @@ def lexsort(keys: Sequence[Array], axis: int = -1) -> Array:
     return _lexsorted(axis, *keys)
 
 
-wrapped: Any = autograd.numpy.numpy_wrapper
-anp.lexsort = wrapped.lexsort = lexsort
+anp.lexsort = anp.numpy_wrapper.lexsort = lexsort
 for _kind in (VJPNode, JVPNode):
     for _fun in (_lexsorted, anp.digitize):  # integers, like those of `argsort` and `searchsorted`
         register_notrace(_kind, _fun)
