@@ -154,16 +154,16 @@ _CUTS = frozenset({"communicate", "call"})
 # Kinds of nodes that are computed by a loop over the entries of their first operand.
 _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
 
-# Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `KEEPING` for storing an
-# entry and reading it again.
-_CALL, KEEPING = 20, 8
+# Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, `KEEPING` for storing an entry and
+# reading it again, and `_READING` for reading an entry of an array of which the loop reads neighboring entries anyway.
+_CALL, KEEPING, _READING = 20, 8, 1 / 3
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most where real imag scale"""
 COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
-# Limits of an expression: its depth, up to which number the arrays that it reads are counted, and the number of eras (see
-# `_era`) that it reads. Iterations in `kept`.
-_DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
+# Limits of an expression: its depth, up to which number the arrays that it reads are counted, and the number of stages at
+# which these are computed (see `_expressions`). Iterations in `kept`.
+_DEEPEST, _MOST_LEAVES, _MOST_STAGES, _ROUNDS = 120, 12, 6, 4
 
 
 class _Use(NamedTuple):
@@ -195,9 +195,8 @@ class Materialization:
         forced = self._forced()
         kept = forced | {n for n, users in self.users.items() if len(users) > 1 and self._is_computed(n)}
         for _ in range(_ROUNDS):
-            costs, leaves, long = self._costs(kept)
-            before, required = kept, forced | long
-            kept = self._decided_by(required, costs, leaves, self._levels(kept | required))
+            costs, leaves, levels, long = self._expressions(kept)
+            before, kept = kept, self._decided_by(forced | long, costs, leaves, levels)
             if kept == before:
                 break
         return kept
@@ -207,36 +206,48 @@ class Materialization:
         return self.nodes[n].kind not in (*IN_MEMORY, "number")
 
     def _decided_by(
-        self, forced: set[int], costs: dict[int, int], leaves: dict[int, int], levels: dict[int, int]
+        self, forced: set[int], costs: dict[int, float], leaves: dict[int, int], levels: dict[int, int]
     ) -> set[int]:
         position = {n: k for k, n in enumerate(self.cuts)}
-        uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
+        # The uses of each node, and the share of the loop's entries that read it there.
+        uses: dict[int, dict[_Use, float]] = {n: {} for n in self.needed}
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
             # Outputs are read between the last cut of their part and the next cut.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
-            uses[n].add(_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
+            uses[n][_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape))] = 1
         for n in reversed(self.needed):
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
                 at = position.get(n)
                 for x in [source_of(self.program, node, x) for x in node.inputs] if at is not None else ():
                     shape = self.nodes[x].shape
-                    uses[x].add(_Use(at, levels[x], long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
+                    uses[x][_Use(at, levels[x], long_axes(shape), to_long(shape))] = 1  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view")
-            again = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            again = 0 if is_cheap else (sum(uses[n].values()) - 1) * (costs[n] + (leaves[n] - 1) * _READING)
             repeated = self._branches(node, costs) if node.kind == "join" else again
             if n in forced or repeated > KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
-                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape))}
-            for x, map in reads_of(self.program, node):
-                uses[x].update([_Use(*use[:3], composed(map, use.map)) for use in uses[n]])
+                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape)): 1}
+            for (x, map), share in zip(reads_of(self.program, node), self._shares(node)):
+                for use, of_loop in uses[n].items():
+                    read = use._replace(map=composed(map, use.map))
+                    uses[x][read] = min(uses[x].get(read, 0) + share * of_loop, 1)
         return kept
+
+    def _shares(self, node: Node) -> Sequence[float]:
+        """Return for each operand of a node the share of the node's entries that read it."""
+        if node.kind == "join":
+            return [self.nodes[x].shape[node.data] / node.shape[node.data] for x in node.inputs]
+        if node.kind == "update":
+            share = math.prod(self.nodes[node.inputs[1]].shape) / math.prod(node.shape)
+            return 1 - share, share
+        return [1] * len(node.inputs)
 
     def _branches(self, join: Node, costs: dict[int, int]) -> float:
         """Return the cost of an entry of a join that is computed where it is read, beyond that of a loop for each part."""
@@ -244,57 +255,56 @@ class Materialization:
         lengths = [self.nodes[x].shape[join.data] for x in join.inputs]
         return (1 - max(lengths) / sum(lengths)) * sum(costs[x] + 1 for x in join.inputs)
 
-    def _levels(self, kept: set[int]) -> dict[int, int]:
-        """Return the level of the loop that computes each node: one more than those of the loops whose results it reads.
+    def _era(self, n: int) -> int:
+        """Return the index of the first cut after a node: the era in which it is computed."""
+        return bisect(self.cuts, n)
 
-        Results are read within the loop that computes them only at the index of the loop, without a view or a join between.
+    def _expressions(
+        self, kept: set[int]
+    ) -> tuple[dict[int, float], dict[int, int], dict[int, int], set[int]]:
+        """Return the cost of an entry of each node, the number of arrays that it reads, its level, and nodes to be kept.
+
+        The level of the loop that computes a node is one more than those of the loops whose results it reads. Results are
+        read within the loop that computes them only at the index of the loop, without a view or a join between.
         """
+        # The nodes to be kept are deep expressions, and those that read arrays of many stages: of many eras, or computed by
+        # loops of many levels, such as a sum over all time steps. Otherwise all these arrays would have to stay in memory.
+        costs: dict[int, float] = {}
+        sets: dict[int, frozenset[int]] = {}
+        deep: dict[int, int] = {}
+        stages: dict[int, frozenset[tuple[int, int]]] = {}
+        long: set[int] = set()
         levels: dict[int, int] = {}
         # The largest levels of the kept nodes that the expression of a node reads, at its own index and at others.
         read: dict[int, tuple[int, int]] = {}
         for n in self.needed:
             node, here, elsewhere = self.nodes[n], -1, -1
-            for x in () if node.kind in IN_MEMORY else node.inputs:
-                own, other = (levels[x], -1) if x in kept else read[x]
+            is_stored = node.kind in IN_MEMORY
+            stored = [] if is_stored else [x for x in node.inputs if x in kept or x in long]
+            computed = [] if is_stored else [x for x in node.inputs if x not in kept and x not in long]
+            for x in () if is_stored else node.inputs:
+                own, other = (levels[x], -1) if x in kept or x in long else read[x]
                 here, elsewhere = max(here, own), max(elsewhere, other)
             if node.kind != "elementwise":
                 here, elsewhere = -1, max(here, elsewhere)
             read[n], levels[n] = (here, elsewhere), max(here, elsewhere + 1, 0)
-        return levels
-
-    def _era(self, n: int) -> int:
-        """Return the index of the first cut after a node: the era in which it is computed."""
-        return bisect(self.cuts, n)
-
-    def _costs(self, kept: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Return the cost of an entry of each node, the number of arrays that it reads, and further nodes to be kept."""
-        # The further nodes are deep expressions, and nodes that read arrays of many eras, such as a sum over all time
-        # steps. Otherwise all these arrays would have to stay in memory.
-        costs: dict[int, int] = {}
-        sets: dict[int, frozenset[int]] = {}
-        deep: dict[int, int] = {}
-        eras: dict[int, frozenset[int]] = {}
-        long: set[int] = set()
-        for n in self.needed:
-            node = self.nodes[n]
-            if node.kind in IN_MEMORY:
+            if is_stored:
                 costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
-                eras[n] = frozenset() if node.kind in ("input", "constant") else frozenset([self._era(n)])
+                stages[n] = frozenset() if node.kind in ("input", "constant") else frozenset([(self._era(n), 0)])
                 continue
-            stored = [x for x in node.inputs if x in kept or x in long]
-            computed = [x for x in node.inputs if x not in kept and x not in long]
-            costs[n] = sum(costs[x] for x in computed)
+            shares = dict(zip(node.inputs, self._shares(node)))
+            costs[n] = sum(shares[x] * costs[x] for x in computed)
             if node.kind == "elementwise":
                 exponent = self.nodes[node.inputs[-1]]
                 by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)
                 costs[n] += 2 if by_products else COSTS.get(node.data[0], _CALL)
-            read = frozenset(stored).union(*(sets[x] for x in computed))
-            sets[n] = read if len(read) <= _MOST_LEAVES else frozenset(sorted(read)[:_MOST_LEAVES])
+            arrays = frozenset(stored).union(*(sets[x] for x in computed))
+            sets[n] = arrays if len(arrays) <= _MOST_LEAVES else frozenset(sorted(arrays)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
-            eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
-            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS):
+            stages[n] = frozenset([(self._era(x), levels[x]) for x in stored]).union(*(stages[x] for x in computed))
+            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(stages[n]) > _MOST_STAGES):
                 long.add(n)
-        return costs, {n: len(read) for n, read in sets.items()}, long
+        return costs, {n: len(arrays) for n, arrays in sets.items()}, levels, long
 
     def _forced(self) -> set[int]:
         forced = self.program.stored & set(self.needed)
