@@ -308,7 +308,7 @@ def _in_place(run: Callable[..., None], folds: bool) -> InPlace:
     block, padded = (lambda halo, *_: halo.widths), (lambda halo, *_: (0,) * len(halo.shape))  # their begins in the buffer
     given, result = (padded, block) if folds else (block, padded)
     prepared = functools.partial(_prepared, backwards=folds)
-    return InPlace(lambda halo, *_: halo.padded, given, result, run, prepared, still, _is_constant, changes_given=folds)
+    return InPlace(lambda halo, *_: halo.padded, given, result, run, prepared, still, _is_constant, folds, adds=folds)
 
 
 fill_halo.spec_of = lambda u, halo, *_: spec_like(u)._replace(shape=u.shape[: u.ndim - len(halo.shape)] + halo.padded)

@@ -46,6 +46,9 @@ class InPlace(NamedTuple):
         Whether the operator does no more than set entries outside of its argument to constants.
     changes_given : bool
         Whether the operator overwrites the argument in the buffer.
+    adds : bool
+        Whether the operator adds to the entries of its result what depends on the other entries of the buffer only. Then
+        another term of the result may be added before the call.
     """
 
     shape: Callable[..., Sequence[int]]
@@ -56,6 +59,7 @@ class InPlace(NamedTuple):
     still: Callable[..., Sequence[tuple[int, int]] | None]
     constant: Callable[..., bool]
     changes_given: bool
+    adds: bool
 
 
 class CustomOperator(Recorded):

@@ -149,7 +149,7 @@ def source_of(program: ArrayProgram, node: Node, x: int) -> int:
 # Materialization: the choice of the arrays that are kept in memory.
 
 # Kinds of nodes that Python runs ("cuts"), which read and write whole arrays.
-_CUTS = frozenset({"communicate", "call"})
+CUTS = frozenset({"communicate", "call"})
 
 # Kinds of nodes that are computed by a loop over the entries of their first operand.
 _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
@@ -180,7 +180,7 @@ class Materialization:
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
         self.needed = program.needed()
-        self.cuts = [n for n in self.needed if self.nodes[n].kind in _CUTS]
+        self.cuts = [n for n in self.needed if self.nodes[n].kind in CUTS]
         self.users: dict[int, list[int]] = {}  # for each node, the needed nodes that read it
         for n in self.needed:
             for x in self.nodes[n].inputs:
@@ -320,7 +320,7 @@ class Materialization:
                 # The dtype of doubles equals None.
                 precisions = ((x, self.program.precision(x)) for x in node.inputs)
                 forced.update(x for x, one in precisions if one is not None and one != self.program.precision(n))
-            elif node.kind in _CUTS:
+            elif node.kind in CUTS:
                 operator = working_in_place(node)
                 for x in [source_of(self.program, node, x) for x in node.inputs]:
                     self._force(x, self.anchored)
@@ -396,7 +396,7 @@ class Schedule:
         self._operators = {n: operator for n in self.cuts if (operator := working_in_place(self.nodes[n])) is not None}
         self._latest: dict[int, int] = {}
         for n in self.needed:
-            is_cut, before = self.nodes[n].kind in _CUTS, [self._latest[x] for x in self.nodes[n].inputs]
+            is_cut, before = self.nodes[n].kind in CUTS, [self._latest[x] for x in self.nodes[n].inputs]
             self._latest[n] = n if is_cut else max(before, default=-1)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory

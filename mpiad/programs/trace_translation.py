@@ -22,6 +22,7 @@ from mpiad.compiling.symbols import Symbol, choose
 from mpiad.differentiation.rules.padding import COPYING
 from mpiad.differentiation.segment_sum import Segments, summed_by_segment
 from mpiad.primitives.catalogue import EXCHANGE, IRECV, RECV, WAIT
+from mpiad.programs.absorbed_sums import with_sums_absorbed
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
@@ -63,7 +64,7 @@ def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]], kept: Iterabl
         made.step(step)
     made.program.outputs, made.program.kept = made.outputs([x for part in parts for x in part]), frozenset(kept)
     made.program.ends = list(accumulate(map(len, parts)))[:-1]
-    return made.program
+    return made.program if recorder.exact else with_sums_absorbed(made.program)
 
 
 class _Translation:
