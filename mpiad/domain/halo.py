@@ -31,7 +31,7 @@ from mpiad.transport.core.messages import PreparedMessages
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
 # MPI guarantees tags up to 32767.
-_TAG = 32750
+TAG = 32750
 
 
 # The messages of a stage, one to each neighbor; all messages start before the first is completed.
@@ -220,7 +220,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) ->
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> None:
     """Fill the halo of an array of shape (..., *padded), whose interior contains the block."""
     for stage, local in zip(halo.stages(scheme), halo.local(sides, scheme)):
-        complete(out, post(out, stage.routes, False, _TAG, halo.comm), False)
+        complete(out, post(out, stage.routes, False, TAG, halo.comm), False)
         fill_local(out, local, sides)
 
 
@@ -244,7 +244,7 @@ def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         # The order of filling is reversed, since its local copies may read cells that its messages have filled.
         fold_local(total, local, sides, len(halo.shape))
-        complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
+        complete(total, post(total, stage.routes, True, TAG, halo.comm), True)
 
 
 def fold_local(total: LocalArray, local: list[LocalFill], sides: Sides, ndim: int) -> None:
@@ -273,7 +273,7 @@ def _prepared(values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXI
         constants = [x for cells in local for x in cells if x.copied is None]
         parts += [_Copy(values[x.ghost], None, x.side(sides)) for x in constants]
     for stage, cells in list(zip(stages, local))[:: -1 if backwards else 1]:
-        messages = _messages(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else []
+        messages = _messages(values, stage.routes, backwards, TAG, halo.comm) if stage.routes else []
         # Folding reverses the order of filling, as in `fold_in_place`.
         pairs = [(values[x.ghost], values[x.copied], x.side(sides), x.axis - ndim) for x in cells if x.copied]
         if backwards:

@@ -16,10 +16,11 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, LocalArray, Shape
 from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block, listed, per_dimension
-from mpiad.domain.halo import Halo, complete, fill_halo, fill_local, fold_in_place, post
+from mpiad.domain.halo import TAG, Halo, complete, fill_halo, fill_local, fold_halo, fold_in_place, post
 from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 
@@ -67,7 +68,8 @@ class Stencil:
             kind = f"{type(field).__name__} of {field.dtype}"
             raise TypeError(f"Stencil: expected an array of floats or complex numbers, but got {kind}. Convert it.")
         check_values(self.sums.sides, field.dtype, "Stencil")
-        return apply_stencil(u, self.sums)
+        is_compiled = tracing.recorder is not None and 0 < np.count_nonzero(self.weights) <= _MOST_WEIGHTS
+        return _in_slices(u, self.sums) if is_compiled else apply_stencil(u, self.sums)
 
     def __repr__(self) -> str:
         return f"Stencil(radius={self.radius}, {np.count_nonzero(self.weights)} weights)"
@@ -149,12 +151,15 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
 # The operator S E of a stencil: E exchanges the halo, and S computes the sums.
 #
 # The operator is one node on the tape, and saves no arrays. Communication overlaps with the sums in the interior. The
-# transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is
-# periodic or has a fixed boundary value, Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs
-# as much as the forward pass. With "edge" or "reflect", cells beyond a side are copies of cells of the grid; the
-# transpose also computes the sums of the mirrored stencil beyond the side, and adds each sum to the copied cell.
+# transpose is Eᵀ Sᵀ: Sᵀ adds the cotangent of a cell, times the weights, to its neighbors, in the halo, too, and Eᵀ adds
+# the sums in the halo to the cells of which they are copies.
+#
+# In a compiled program, E and S are separate: an exchange, and slices that a loop adds. Some ranks may run the program while
+# others interpret the function. So the operators have the messages and names of E and Eᵀ, and their adjoints take several
+# cotangents at once as those do.
 
-_TAG = 32749
+# The maximum number of nonzero weights for slices in compiled programs. A loop with more terms takes long to compile.
+_MOST_WEIGHTS = 32
 
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
 """Pairs of a weight and all offsets with this weight, which are counted from the lowest corner of the stencil."""
@@ -179,19 +184,9 @@ class StencilSums:
         sides = homogeneous(self.sides)
         return self if sides == self.sides else StencilSums(self.weights, self.halo, sides)
 
-    @cached_property
-    def mirrored(self) -> StencilSums:
-        """The linear part of the stencil with reversed weights."""
-        weights = np.flip(self.weights)
-        if (weights == self.weights).all():
-            return self.homogeneous
-        return StencilSums(weights, self.halo, homogeneous(self.sides))
-
-    @cached_property
-    def has_copied_ghosts(self) -> bool:
-        """Whether cells beyond a physical side are copies of cells of the grid."""
-        periodic = self.halo.geometry.partition.periodic
-        return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
+    def shifted(self, padded: LocalArray, offset: tuple[int, ...]) -> LocalArray:
+        """Return the view of an array with halo that contains the neighbor at an offset (see `Terms`) of each cell."""
+        return padded[(..., *[slice(o, o + n) for o, n in zip(offset, self.halo.shape)])]
 
 
 def terms_of(weights: np.ndarray) -> Terms:
@@ -234,7 +229,7 @@ def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
     padded[halo.interior] = u
     out = empty_like(u, u.shape)
     # Cells whose neighbors are all in the block are summed during the exchange.
-    pending = post(padded, stencil.stage.routes, False, _TAG, halo.comm)
+    pending = post(padded, stencil.stage.routes, False, TAG, halo.comm)
     if stencil.interior is not None:
         weighted_sum(padded, terms, out, stencil.interior)
     complete(padded, pending, False)
@@ -247,28 +242,37 @@ def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
 @custom_operator
 def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
     """Apply the transpose of the linear part of `apply_stencil`: return Eᵀ Sᵀ g."""
-    halo, radius, lead = stencil.halo, stencil.radius, g.shape[: g.ndim - len(stencil.halo.shape)]
-    # Sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
-    padded_g = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, radius)))
-    padded_g[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, radius)])] = g
-    total = empty_like(g, lead + halo.padded)
-    weighted_sum(padded_g, stencil.mirrored.terms, total, _all_of(halo.padded))
-    for ghost in stencil.stage.empty:
-        total[ghost] = 0
+    halo = stencil.halo
+    total = zeros_like(g, g.shape[: g.ndim - len(halo.shape)] + halo.padded)
+    for weight, offsets in stencil.terms:
+        part = g if weight == 1 else weight * g
+        for offset in offsets:
+            stencil.shifted(total, offset)[...] += part
     fold_in_place(total, halo, stencil.sides, stencil.scheme)
     return total[halo.interior]
 
 
 apply_stencil.spec_of = apply_transpose.spec_of = lambda u, _: spec_like(u)
-# S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides. The
-# transpose of this linear part is a mirrored stencil if no cell beyond a side is a copy.
-defvjp(
-    apply_stencil,
-    lambda ans, u, s: lambda g: apply_transpose(g, s) if s.has_copied_ghosts else apply_stencil(g, s.mirrored),
-)
+apply_stencil.__name__, apply_transpose.__name__ = fill_halo.__name__, fold_halo.__name__
+apply_stencil.batched_adjoint = apply_transpose.batched_adjoint = True
+# S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides.
+defvjp(apply_stencil, lambda ans, u, stencil: lambda g: apply_transpose(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
 defvjp(apply_transpose, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
 defjvp(apply_transpose, lambda dg, ans, g, stencil: apply_transpose(dg, stencil))
+
+
+def _in_slices(u: LocalArray, stencil: StencilSums) -> LocalArray:
+    """Return the sums as an exchange and slices."""
+    padded = fill_halo(u, stencil.halo, stencil.sides, stencil.scheme)
+    total = None
+    for weight, (first, *others) in stencil.terms:
+        part = stencil.shifted(padded, first)
+        for offset in others:
+            part = part + stencil.shifted(padded, offset)
+        part = part if weight == 1 else weight * part
+        total = part if total is None else total + part
+    return total
 
 
 def _all_of(shape: Shape) -> Box:

@@ -1,8 +1,8 @@
 """The text of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
 
-In a concatenation of arrays, the expression of an entry depends on the index of the entry. Therefore a loop has two bodies:
-one without branches, for the largest box of indices in which one expression is valid, and one that branches on the indices,
-for the edges around this box.
+In a concatenation of arrays, the expression of an entry depends on the index of the entry. Therefore a loop has a body
+without branches, for the largest box of indices in which one expression is valid, and bodies that branch on the indices, for
+the edges around this box. At some edges, branches don't depend on the last index, so that a processor can vectorize the rows.
 
 A reduction is a "fold". The fold of an array, or of each of its rows, to one number uses sixteen partial results ("lanes"),
 so that the processor can vectorize it. For a given shape, the order of the operations is the same on all processors.
@@ -42,9 +42,12 @@ from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
 
 LANES = 16
 NAME = "loop"
+_LONG = 16  # minimum length of rows for which there is a body of their own
 _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
+# The range of indices along each axis in which one expression is valid; None for axes whose indices select the expression.
+Known = Sequence[tuple[int, int] | None]
 
 
 class LoopText:
@@ -67,7 +70,7 @@ class LoopText:
         ]
         shape, last = loop.shape, len(loop.shape) - 1
         self.divisible = divisible and bool(math.prod(shape)) and bool(shape) and not self.folds
-        inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
+        inside, rows, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None, None)
         # Folds along the last axis, of long rows, have partial results for each row.
         sources = {axis.source for item, _ in self.folds for axis in item.place.map}
         is_number = all(item.fold == "number" for item, _ in self.folds)
@@ -82,14 +85,16 @@ class LoopText:
             body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b")))]
         elif all(hi > lo for lo, hi in inside):
             body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside])
-        if edges is not None:
-            boxes["e"] = edges
-            count = "e.shape[0]" if self.divisible else str(len(edges))
-            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e")))]
+        unknown: list[tuple[int, int] | None] = [None] * len(shape)
+        for name, around, known in (("r", rows, [*unknown[1:], *inside[-1:]]), ("e", edges, unknown)):
+            if around is not None:
+                boxes[name] = around
+                count = f"{name}.shape[0]" if self.divisible else str(len(around))
+                body += [f"for q in range({count}):", *indented(self._nest(known, self._ranges(name)))]
         if self.lanes and not self._by_rows:
             body += self._combined_lanes()
         # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
-        # loop has the boxes without branches. If there are boxes at the edges, the last array has these.
+        # loop has the boxes without branches. If there are boxes at the edges, the last arrays have these.
         self.boxes = tuple(boxes.values())
         self._others = dict.fromkeys(boxes, "int64[:, ::1]") | ({"w": "float64[::1]"} if self.lanes else {})
         self._body = "\n".join(indented(body or ["pass"]))
@@ -117,8 +122,11 @@ class LoopText:
         name = "boolean" if dtype == BOOLEAN else PRECISIONS.get(dtype, dtype).name
         return f"{name}[{', '.join([':'] * len(shape[1:]) + ['::1'])}]"
 
-    def _boxes(self) -> tuple[Box, Array | None]:
-        """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
+    def _boxes(self) -> tuple[Box, Array | None, Array | None]:
+        """Return the largest box that needs no branches, and the boxes around it as rows of arrays, or None.
+
+        In the boxes of the first array, branches don't depend on the last index.
+        """
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         starts = [(item.of, item.reads) for item in self.loop.items]
@@ -136,7 +144,13 @@ class LoopText:
         inside = [max(pairwise(sorted(indices)), key=lambda pair: pair[1] - pair[0]) for indices in points]
         boxes: list[Box] = []
         cut([(0, n) for n in shape], inside, [], boxes)
-        return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
+        rows: list[Box] = []
+        if len(shape) > 1 and inside[-1][1] - inside[-1][0] >= _LONG:
+            whole, boxes = boxes, []
+            for box in whole:
+                cut(box, [*box[:-1], inside[-1]], rows, boxes)
+        of_rows, of_edges = (as_rows(x, 2 * len(shape)) if x else None for x in (rows, boxes))
+        return inside, of_rows, of_edges
 
     def is_load(self, n: int) -> bool:
         """Return whether a node is read from memory."""
@@ -151,14 +165,14 @@ class LoopText:
             return copy
         return self.schedule.places[n]
 
-    def _nest(self, box: Box | None, ranges: Sequence[str]) -> list[str]:
-        """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
+    def _nest(self, box: Known, ranges: Sequence[str]) -> list[str]:
+        """Return nested loops over the box in which one expression is valid, or over boxes in `ranges` at its edges."""
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
         if not ranges:
             return inner + self._folded("0")
         heads = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
-        if self.lanes and box is not None:
-            lo, hi = box[last]
+        if self.lanes and None not in box:
+            lo, hi = box[last]  # type: ignore[misc]
             middle = lo + (hi - lo) // LANES * LANES
             block = [
                 f"for j in range({lo}, {middle}, {LANES}):",
@@ -211,23 +225,24 @@ class LoopText:
             text.append(f"{target} = {combined.format(target, result) if self._by_rows else result}")
         return text
 
-    def entry(self, buffer: int, map: IndexMap, part: int = 0, clamped: bool = False) -> str:
-        """Return the expression of a part of an entry; `clamped`: whether the entry's indices are moved into the bounds."""
+    def entry(self, buffer: int, map: IndexMap, part: int = 0, box: Known = ()) -> str:
+        """Return the expression of a part of an entry; indices that aren't known in `box` are moved into the bounds."""
         name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
         if not map:
             return f"{name}[{part}]"
         _, shape, dtype, *_ = self.schedule.buffers[buffer]
-        *rows, last = [self._index(axis, n, clamped) for axis, n in zip(map, shape)]
+        *rows, last = [self._index(axis, n, box) for axis, n in zip(map, shape)]
         return f"{name}[{', '.join([*rows, last if parts_of(dtype) == 1 else f'2 * ({last}) + {part}'])}]"
 
-    def _index(self, axis: Axis, length: int, clamped: bool) -> str:
+    def _index(self, axis: Axis, length: int, box: Known) -> str:
         """Return the expression of an index along one axis, of which an array has `length` entries."""
+        clamped = None in (box[axis.source : axis.source + 1] if isinstance(axis.source, int) else box)
         if axis.source is None:
             return str(min(max(axis.offset, 0), length - 1) if clamped else axis.offset)
         text = f"i{axis.source}"
         if isinstance(axis.source, Lookup):
             buffer, map = self.schedule.places[axis.source.node]
-            text = self.entry(buffer, composed(map, axis.source.map), clamped=clamped)
+            text = self.entry(buffer, composed(map, axis.source.map), box=box)
         text = text if axis.stride == 1 else f"{axis.stride} * {text}"
         if axis.offset:
             text += f" {'+' if axis.offset > 0 else '-'} {abs(axis.offset)}"
@@ -281,7 +296,7 @@ def divided(rows: Array, inner: Box) -> tuple[Array, Array]:
 class _LoopBody:
     """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopText._nest`."""
 
-    def __init__(self, writer: LoopText, box: Box | None):
+    def __init__(self, writer: LoopText, box: Known):
         self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder(single=writer.real == np.float32)
         self.loads: dict[tuple[int, IndexMap, int], int] = {}  # numbers of the parts of entries (see `LoopText.entry`)
@@ -301,14 +316,14 @@ class _LoopBody:
                 targets.append(place)
         writer.loads.update((buffer, map) for buffer, map, _ in self.loads)
         program = self.builder.program({"x": len(self.loads), "i": len(loop.shape)}, outputs)
-        # The two bodies use different names, since a variable has one type in the whole kernel.
-        x, v = ("y", "u") if self.box is None else ("x", "v")
+        # The bodies use different names, since a variable has one type in the whole kernel.
+        x, v = ("x", "v") if None not in self.box else ("y", "u") if not any(self.box) else ("z", "s")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         inputs = {value for op, _, value in program.instructions if op == "input"}
         loads = []
         for (buffer, map, part), place in self.loads.items():
             if ("x", place) in inputs:
-                text = writer.entry(buffer, map, part, clamped=self.box is None)
+                text = writer.entry(buffer, map, part, self.box)
                 loads.append(f"{x}{place} = {self._converted(buffer, text)}")
         loads += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in inputs]
         return loads + lines(program, names, targets, dtype=writer.real, prefix=v)
@@ -378,10 +393,11 @@ class _LoopBody:
 
     def _known_index(self, axis: Axis) -> int | None:
         """Return an index as a number, which selects a branch when the text is generated; None if it isn't known."""
-        # In the box without branches, all indices select the same branch, and the first one stands for the others.
+        # If all indices of the box select the same branch, the first one stands for the others.
+        known = None if axis.source is None else self.box[axis.source]  # type: ignore[index]
         if axis.source is None:
             return axis.offset
-        return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset  # type: ignore[index]
+        return None if known is None else axis.stride * known[0] + axis.offset
 
     def _index(self, axis: Axis) -> Symbol:
         i = Symbol(self.builder, self.builder.input("i", axis.source))  # type: ignore[arg-type]
