@@ -206,48 +206,36 @@ class Materialization:
         return self.nodes[n].kind not in (*IN_MEMORY, "number")
 
     def _decided_by(
-        self, forced: set[int], costs: dict[int, float], leaves: dict[int, int], levels: dict[int, int]
+        self, forced: set[int], costs: dict[int, int], leaves: dict[int, int], levels: dict[int, int]
     ) -> set[int]:
         position = {n: k for k, n in enumerate(self.cuts)}
-        # The uses of each node, and the share of the loop's entries that read it there.
-        uses: dict[int, dict[_Use, float]] = {n: {} for n in self.needed}
+        uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
             # Outputs are read between the last cut of their part and the next cut.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
-            uses[n][_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape))] = 1
+            uses[n].add(_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
         for n in reversed(self.needed):
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
                 at = position.get(n)
                 for x in [source_of(self.program, node, x) for x in node.inputs] if at is not None else ():
                     shape = self.nodes[x].shape
-                    uses[x][_Use(at, levels[x], long_axes(shape), to_long(shape))] = 1  # type: ignore[arg-type]
+                    uses[x].add(_Use(at, levels[x], long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view")
-            again = 0 if is_cheap else (sum(uses[n].values()) - 1) * (costs[n] + (leaves[n] - 1) * _READING)
+            again = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + (leaves[n] - 1) * _READING)
             repeated = self._branches(node, costs) if node.kind == "join" else again
             if n in forced or repeated > KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
-                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape)): 1}
-            for (x, map), share in zip(reads_of(self.program, node), self._shares(node)):
-                for use, of_loop in uses[n].items():
-                    read = use._replace(map=composed(map, use.map))
-                    uses[x][read] = min(uses[x].get(read, 0) + share * of_loop, 1)
+                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape))}
+            for x, map in reads_of(self.program, node):
+                uses[x].update([_Use(*use[:3], composed(map, use.map)) for use in uses[n]])
         return kept
-
-    def _shares(self, node: Node) -> Sequence[float]:
-        """Return for each operand of a node the share of the node's entries that read it."""
-        if node.kind == "join":
-            return [self.nodes[x].shape[node.data] / node.shape[node.data] for x in node.inputs]
-        if node.kind == "update":
-            share = math.prod(self.nodes[node.inputs[1]].shape) / math.prod(node.shape)
-            return 1 - share, share
-        return [1] * len(node.inputs)
 
     def _branches(self, join: Node, costs: dict[int, int]) -> float:
         """Return the cost of an entry of a join that is computed where it is read, beyond that of a loop for each part."""
@@ -261,7 +249,7 @@ class Materialization:
 
     def _expressions(
         self, kept: set[int]
-    ) -> tuple[dict[int, float], dict[int, int], dict[int, int], set[int]]:
+    ) -> tuple[dict[int, int], dict[int, int], dict[int, int], set[int]]:
         """Return the cost of an entry of each node, the number of arrays that it reads, its level, and nodes to be kept.
 
         The level of the loop that computes a node is one more than those of the loops whose results it reads. Results are
@@ -269,7 +257,7 @@ class Materialization:
         """
         # The nodes to be kept are deep expressions, and those that read arrays of many stages: of many eras, or computed by
         # loops of many levels, such as a sum over all time steps. Otherwise all these arrays would have to stay in memory.
-        costs: dict[int, float] = {}
+        costs: dict[int, int] = {}
         sets: dict[int, frozenset[int]] = {}
         deep: dict[int, int] = {}
         stages: dict[int, frozenset[tuple[int, int]]] = {}
@@ -292,8 +280,7 @@ class Materialization:
                 costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
                 stages[n] = frozenset() if node.kind in ("input", "constant") else frozenset([(self._era(n), 0)])
                 continue
-            shares = dict(zip(node.inputs, self._shares(node)))
-            costs[n] = sum(shares[x] * costs[x] for x in computed)
+            costs[n] = sum(costs[x] for x in computed)
             if node.kind == "elementwise":
                 exponent = self.nodes[node.inputs[-1]]
                 by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)

@@ -29,6 +29,7 @@ from mpiad.programs.array_program import (
     PRECISIONS,
     SHORT,
     ArrayProgram,
+    Axis,
     IndexMap,
     Slot,
     Value,
@@ -360,7 +361,11 @@ def _of_key(x: Value, key: Index) -> tuple[IndexMap, Shape]:
         raise Unsupported
     whole = without_memory(x.shape)
     part = whole[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
-    return of_view(whole, part), part.shape
+    map = of_view(whole, part)
+    if len(part.shape) == len(map):
+        # Indices along axes of length 1 are zero. So an entry of ``x[key] += y`` is read at the same index as the others of x.
+        map = tuple([Axis(k, 1, axis.offset) if n == 1 else axis for k, (axis, n) in enumerate(zip(map, part.shape))])
+    return map, part.shape
 
 
 def _viewed(function: Callable) -> Rule:
