@@ -15,6 +15,8 @@ vectors: the loop computes `VECTOR` successive lanes at a time, by vector instru
 dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
 of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
 
+A loop ``for i in few(n)``, with the arguments of `range`, has few iterations: it is neither vectorized nor unrolled.
+
 An array ``on_stack(n, np.float64)`` has n entries, which are vectors in a loop over lanes, and in a function if any of its
 arguments is a vector, or an array of vectors. ``constants(2, 3, 5)`` is an array that isn't written.
 """
@@ -590,6 +592,9 @@ class _Function:
                     self._for_lanes(name, node)
                 case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"), args=bounds), orelse=[]):
                     self._for(name, bounds, node.body)
+                case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="few"), args=bounds), orelse=[]):
+                    self._module.declared["!llvm.loop"] = _ROLLED
+                    self._for(name, bounds, node.body, ", !llvm.loop !3")
                 case ast.Break():
                     self._build.jump(self._ends_of_loops[-1])
                 case _:
@@ -708,7 +713,7 @@ class _Function:
         around.widened |= self._variables.widened
         self._lane, self._variables = None, around
 
-    def _for(self, name: str, bounds: Sequence[ast.expr], nodes: Sequence[ast.stmt]) -> None:
+    def _for(self, name: str, bounds: Sequence[ast.expr], nodes: Sequence[ast.stmt], metadata: str = "") -> None:
         build = self._build
         step = self.index(bounds[2]) if len(bounds) == 3 else "1"
         first = Value(INTEGER, self.index(bounds[0])) if len(bounds) > 1 else Value(INTEGER, "0")
@@ -729,7 +734,7 @@ class _Function:
         is_rolled = self._module.has_rolled_loops and all(isinstance(x, ast.Constant) for x in bounds)
         # LLVM takes long to find out that vectors of entries at looked-up indices gain nothing.
         latch = "" if not is_rolled else f", !llvm.loop !{3 if any(map(_looks_up, nodes)) else 0}"
-        build.jump(again, latch)
+        build.jump(again, metadata or latch)
         build.enter(after)
 
 

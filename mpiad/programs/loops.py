@@ -42,7 +42,7 @@ from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
 
 LANES = 16
 NAME = "loop"
-_LONG = 16  # minimum length of rows for which there is a body of their own
+_LONG = 16  # minimum length of rows that are worth vectorizing: they have a body of their own
 _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
@@ -90,7 +90,10 @@ class LoopText:
             if around is not None:
                 boxes[name] = around
                 count = f"{name}.shape[0]" if self.divisible else str(len(around))
-                body += [f"for q in range({count}):", *indented(self._nest(known, self._ranges(name)))]
+                ranges = self._ranges(name)
+                if (around[:, -1] - around[:, -2]).max() < _LONG:
+                    ranges[-1] = ranges[-1].replace("range", "few")
+                body += [f"for q in range({count}):", *indented(self._nest(known, ranges))]
         if self.lanes and not self._by_rows:
             body += self._combined_lanes()
         # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
