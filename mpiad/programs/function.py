@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 from autograd.tracer import Box
@@ -33,6 +34,7 @@ from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.interpretation import message_counts
+from mpiad.programs.loops import LoopText
 from mpiad.programs.number_conditions import admits_of, admitted
 from mpiad.programs.program_cache import (
     Attempts,
@@ -56,6 +58,13 @@ from mpiad.transport.core.tracing import note_channels, restoring_state, tracing
 from mpiad.transport.world import level_of_repeats
 
 
+class Traffic(NamedTuple):
+    """The memory traffic of loops, per entry of the program's largest argument."""
+
+    arrays: float  # entries read and written
+    bytes: float
+
+
 class Listing:
     """The program of a compiled function in printable form; ``print(jit(f).program(x))`` shows it.
 
@@ -65,7 +74,9 @@ class Listing:
         The arrays in the order of the user's code, each with its operation, operands and line.
     loops : str
         The loops and calls in the order in which they run; for a loop, the arrays that it computes, and the numbers of
-        bytes that it reads and writes.
+        bytes that it reads and writes: each array counts once, with at most as many entries as the loop has.
+    traffic : list of Traffic
+        The sum over the loops of each part: of the function, and if the program has a reverse pass as a second part, of that.
     kernels : list of str
         The code of the loops.
     """
@@ -90,8 +101,7 @@ class Listing:
         for step, text in zip(schedule.steps, self._replays.texts):
             if isinstance(step, Loop):
                 made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
-                loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
-                read, written = (sum(schedule.buffers[b].nbytes for b in part) for part in (loaded, text.written))  # type: ignore[union-attr]
+                (_, read), (_, written) = self._accesses(step, text)  # type: ignore[arg-type]
                 lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
             else:
                 node = self._nodes[step.node]
@@ -100,12 +110,40 @@ class Listing:
         return "\n".join(lines)
 
     @property
+    def traffic(self) -> list[Traffic]:
+        """The memory traffic of each part."""
+        schedule, totals = self._replays.schedule, [[0, 0] for _ in range(len(self._replays.schedule.part_starts) + 1)]
+        for at, (step, text) in enumerate(zip(schedule.steps, self._replays.texts)):
+            for entries, nbytes in self._accesses(step, text) if isinstance(step, Loop) else ():  # type: ignore[arg-type]
+                total = totals[schedule.part(at)]
+                total[:] = total[0] + entries, total[1] + nbytes
+        return [Traffic(entries / self._cells, nbytes / self._cells) for entries, nbytes in totals]
+
+    @property
+    def _cells(self) -> int:
+        """The number of entries of the largest argument."""
+        return max([math.prod(self._nodes[n].shape) for n in self._replays.schedule.program.inputs], default=0) or 1
+
+    def _accesses(self, loop: Loop, text: LoopText) -> list[tuple[int, int]]:
+        """Return the numbers of entries and of bytes that a loop reads, and those that it writes."""
+        buffers, accesses = self._replays.schedule.buffers, list[tuple[int, int]]()
+        for part in ({b for b, _ in text.loads} & set(text.buffers), text.written):
+            entries = {b: min(math.prod(buffers[b].shape), math.prod(loop.shape)) for b in part}
+            nbytes = sum(n * buffers[b].dtype.itemsize for b, n in entries.items())
+            accesses.append((sum(entries.values()), nbytes))
+        return accesses
+
+    @property
     def kernels(self) -> list[str]:
         """The code of the loops."""
         return [text.text for text in self._replays.texts if text is not None]
 
     def __str__(self) -> str:
-        return f"program of {self._name}\n{self.operations}\n\n{self.loops}"
+        lines = [f"program of {self._name}", self.operations, "", self.loops]
+        for part, (arrays, nbytes) in enumerate(self.traffic):
+            of_part = f" of part {part}" if self._replays.schedule.part_starts else ""
+            lines.append(f"all loops{of_part}: {arrays:.1f} arrays, {nbytes:.0f} bytes per entry of the largest argument")
+        return "\n".join(lines)
 
 
 # Fast calls, for positional arguments that are arrays and floats, or tuples, lists and dicts of them.

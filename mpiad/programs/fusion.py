@@ -155,8 +155,9 @@ CUTS = frozenset({"communicate", "call"})
 _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
 
 # Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, `KEEPING` for storing an entry and
-# reading it again, and `_READING` for reading an entry of an array of which the loop reads neighboring entries anyway.
-_CALL, KEEPING, _READING = 20, 8, 1 / 3
+# reading it again, and `_READING` for reading an entry of an array of which the loop reads neighboring entries anyway. The
+# weight of a read in a narrow block, which takes code but little time.
+_CALL, KEEPING, _READING, _NARROW = 20, 8, 0.3, 0.5
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most where real imag scale"""
@@ -209,32 +210,35 @@ class Materialization:
         self, forced: set[int], costs: dict[int, int], leaves: dict[int, int], levels: dict[int, int]
     ) -> set[int]:
         position = {n: k for k, n in enumerate(self.cuts)}
-        uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
+        uses: dict[int, dict[_Use, float]] = {n: {} for n in self.needed}  # with their weights
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
             # Outputs are read between the last cut of their part and the next cut.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
-            uses[n].add(_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
+            uses[n][_Use(at, levels[n], long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape))] = 1
         for n in reversed(self.needed):
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
                 at = position.get(n)
                 for x in [source_of(self.program, node, x) for x in node.inputs] if at is not None else ():
                     shape = self.nodes[x].shape
-                    uses[x].add(_Use(at, levels[x], long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
+                    uses[x][_Use(at, levels[x], long_axes(shape), to_long(shape))] = 1  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view")
-            again = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + (leaves[n] - 1) * _READING)
+            again = 0 if is_cheap else (sum(uses[n].values()) - 1) * (costs[n] + (leaves[n] - 1) * _READING)
             repeated = self._branches(node, costs) if node.kind == "join" else again
             if n in forced or repeated > KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
-                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape))}
+                uses[n] = {_Use(cut, levels[n], long_axes(shape), to_long(shape)): 1}
             for x, map in reads_of(self.program, node):
-                uses[x].update([_Use(*use[:3], composed(map, use.map)) for use in uses[n]])
+                is_narrow = node.kind == "update" and 4 * math.prod(self.nodes[x].shape) < math.prod(node.shape)
+                for use, weight in uses[n].items():
+                    read = _Use(*use[:3], composed(map, use.map))
+                    uses[x][read] = max(uses[x].get(read, 0), weight * _NARROW if is_narrow else weight)
         return kept
 
     def _branches(self, join: Node, costs: dict[int, int]) -> float:
@@ -417,6 +421,11 @@ class Schedule:
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""
         return bisect(self.part_starts, at)
+
+    def is_read_by(self, buffer: int, part: int) -> bool:
+        """Return whether nodes of a part of the program read a node in a buffer."""
+        readers = [x for n in self._nodes_in.get(self._root(buffer), ()) for x in self._users.get(n, ())]
+        return any(self.nodes[x].part == part for x in readers)
 
     def outputs_of_parts(self) -> list[list[int]]:
         """Return the buffers that each part returns."""

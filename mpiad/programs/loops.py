@@ -162,11 +162,14 @@ class LoopText:
         return self.schedule.since.get(n, -1) < self.at
 
     def place_of(self, n: int) -> Place:
-        """Return the place from which a node is read: the place of a copy, if the loop reads the copy's buffer anyway."""
-        since, copy = self.schedule.copies.get(n, (math.inf, None))
-        if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
-            return copy
-        return self.schedule.places[n]
+        """Return the place from which a node is read: the place of a copy, if the copy's buffer is in memory anyway."""
+        schedule = self.schedule
+        since, copy = schedule.copies.get(n, (math.inf, None))
+        if copy is not None and self.at >= since:
+            is_read = any(schedule.places[x].buffer == copy.buffer for x in self._read)
+            if is_read or schedule.is_read_by(copy.buffer, schedule.part(self.at)) and schedule.part(self.at) > 0:
+                return copy
+        return schedule.places[n]
 
     def _nest(self, box: Known, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over the box in which one expression is valid, or over boxes in `ranges` at its edges."""

@@ -159,7 +159,7 @@ def test_constants_conserve_and_symmetric_stencils_are_their_own_transposes(rng)
     u, v = (rng.standard_normal(domain.local_shape) for _ in range(2))
     assert abs(domain.sum(laplacian(u))) < 1e-12
     np.testing.assert_allclose(domain.dot(u, laplacian(v)), domain.dot(v, laplacian(u)), 1e-12)
-    assert laplacian.sums.mirrored is laplacian.sums
+    np.testing.assert_allclose(mpiad.make_vjp(laplacian)(u)[0](v), laplacian(v), 1e-11, 1e-11)
     closed = Domain((8, 13), dims=domain.dims).laplacian(boundary="edge")
     assert abs(domain.sum(closed(u))) < 1e-12  # nothing flows through closed sides
 
