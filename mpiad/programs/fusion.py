@@ -423,9 +423,15 @@ class Schedule:
         return bisect(self.part_starts, at)
 
     def is_read_by(self, buffer: int, part: int) -> bool:
-        """Return whether nodes of a part of the program read a node in a buffer."""
-        readers = [x for n in self._nodes_in.get(self._root(buffer), ()) for x in self._users.get(n, ())]
-        return any(self.nodes[x].part == part for x in readers)
+        """Return whether nodes of a part of the program read a buffer, possibly through nodes that aren't in memory."""
+        stack, seen = list(self._nodes_in.get(self._root(buffer), ())), set[int]()
+        while stack:
+            found = {x for x in self._users.get(stack.pop(), ()) if x not in seen}
+            if any(self.nodes[x].part == part for x in found):
+                return True
+            seen |= found
+            stack += [x for x in found if x not in self.places]
+        return False
 
     def outputs_of_parts(self) -> list[list[int]]:
         """Return the buffers that each part returns."""

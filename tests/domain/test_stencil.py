@@ -268,3 +268,22 @@ def test_boundary_values_that_are_refused(size):
     with pytest.raises(TypeError, match="Domain.correlate: a boundary value can't be traced here"):
         mpiad.grad(lambda value: domain.sum(domain.correlate(1.0 * u, w, value)))(0.5)
     assert domain.sum(domain.correlate(u, w, 0.5)) == 9 * size - 1
+
+
+@pytest.mark.also_on(2, 3)
+@pytest.mark.parametrize("boundary", ["zero", "edge", "reflect", 2.5], ids=str)
+def test_ranks_with_and_without_a_program(boundary, rank):
+    """They exchange the same messages, in both passes, also of several reverse passes that run together."""
+    domain = Domain((14, 9), periodic=(False, True))
+    rng = np.random.default_rng(3)
+    u, g = (x[domain.owned] for x in rng.standard_normal((2, 14, 9)))
+    for stencil in (domain.laplacian(order=4, boundary=boundary), domain.stencil(rng.standard_normal((3, 3)), boundary)):
+        fun = lambda u: anp.sin(stencil(u)) * u  # noqa: B023, E731
+        mixed = mpiad.jit(fun, strict=True) if rank % 2 else fun
+        (pull, value), (expected_pull, expected) = mpiad.make_vjp(mixed)(u), mpiad.make_vjp(fun)(u)
+        np.testing.assert_allclose(value, expected, ROUNDING, ROUNDING)
+        np.testing.assert_allclose(pull(g), expected_pull(g), 1e-11, 1e-11)
+        loss = lambda f: lambda u: domain.sum(f(u) ** 2)  # noqa: E731
+        np.testing.assert_allclose(mpiad.hvp(loss(mixed))(u, g), mpiad.hvp(loss(fun))(u, g), 1e-10, 1e-10)
+        rows = [mpiad.jacobian(lambda t, f=f: anp.stack([domain.sum(f(t * u)), domain.sum(t * f(u * t))]))(1.5) for f in (mixed, fun)]
+        np.testing.assert_allclose(*rows, 1e-10)
