@@ -184,6 +184,11 @@ class StencilSums:
         sides = homogeneous(self.sides)
         return self if sides == self.sides else StencilSums(self.weights, self.halo, sides)
 
+    @cached_property
+    def mirrored_terms(self) -> Terms:
+        """The terms of the stencil with reversed weights."""
+        return terms_of(np.flip(self.weights))
+
     def shifted(self, padded: LocalArray, offset: tuple[int, ...]) -> LocalArray:
         """Return the view of an array with halo that contains the neighbor at an offset (see `Terms`) of each cell."""
         return padded[(..., *[slice(o, o + n) for o, n in zip(offset, self.halo.shape)])]
@@ -242,12 +247,16 @@ def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
 @custom_operator
 def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
     """Apply the transpose of the linear part of `apply_stencil`: return Eᵀ Sᵀ g."""
-    halo = stencil.halo
-    total = zeros_like(g, g.shape[: g.ndim - len(halo.shape)] + halo.padded)
-    for weight, offsets in stencil.terms:
-        part = g if weight == 1 else weight * g
-        for offset in offsets:
-            stencil.shifted(total, offset)[...] += part
+    halo, radius, lead = stencil.halo, stencil.radius, g.shape[: g.ndim - len(stencil.halo.shape)]
+    # Sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
+    padded_g = empty_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, radius)))
+    block = [slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, radius)]
+    for axis, part in enumerate(block):
+        for layers in (slice(0, part.start), slice(part.stop, None)):
+            padded_g[(..., *[slice(None)] * axis, layers, *block[axis + 1 :])] = 0
+    padded_g[(..., *block)] = g
+    total = empty_like(g, lead + halo.padded)
+    weighted_sum(padded_g, stencil.mirrored_terms, total, _all_of(halo.padded))
     fold_in_place(total, halo, stencil.sides, stencil.scheme)
     return total[halo.interior]
 
