@@ -154,9 +154,9 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
 # transpose is Eᵀ Sᵀ: Sᵀ adds the cotangent of a cell, times the weights, to its neighbors, in the halo, too, and Eᵀ adds
 # the sums in the halo to the cells of which they are copies.
 #
-# In a compiled program, E and S are separate: an exchange, and slices that a loop adds. Some ranks may run the program while
-# others interpret the function. So the operators have the messages and names of E and Eᵀ, and their adjoints take several
-# cotangents at once as those do.
+# In a compiled program, E and S are separate: an exchange, and slices that a loop adds. Some ranks may run the program
+# while others interpret the function. So the operators have the messages and names of E and Eᵀ, and their adjoints take
+# several cotangents at once, as those do.
 
 # The maximum number of nonzero weights for slices in compiled programs. A loop with more terms takes long to compile.
 _MOST_WEIGHTS = 32

@@ -76,7 +76,7 @@ class Listing:
         The loops and calls in the order in which they run; for a loop, the arrays that it computes, and the numbers of
         bytes that it reads and writes: each array counts once, with at most as many entries as the loop has.
     traffic : list of Traffic
-        The sum over the loops of each part: of the function, and if the program has a reverse pass as a second part, of that.
+        The sum over the loops, for each part of the program: a reverse pass is a second part.
     kernels : list of str
         The code of the loops.
     """

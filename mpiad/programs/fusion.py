@@ -251,9 +251,7 @@ class Materialization:
         """Return the index of the first cut after a node: the era in which it is computed."""
         return bisect(self.cuts, n)
 
-    def _expressions(
-        self, kept: set[int]
-    ) -> tuple[dict[int, int], dict[int, int], dict[int, int], set[int]]:
+    def _expressions(self, kept: set[int]) -> tuple[dict[int, int], dict[int, int], dict[int, int], set[int]]:
         """Return the cost of an entry of each node, the number of arrays that it reads, its level, and nodes to be kept.
 
         The level of the loop that computes a node is one more than those of the loops whose results it reads. Results are

@@ -1,8 +1,9 @@
 """The text of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
 
 In a concatenation of arrays, the expression of an entry depends on the index of the entry. Therefore a loop has a body
-without branches, for the largest box of indices in which one expression is valid, and bodies that branch on the indices, for
-the edges around this box. At some edges, branches don't depend on the last index, so that a processor can vectorize the rows.
+without branches, for the largest box of indices in which one expression is valid, and two bodies that branch on the
+indices, for the edges around this box. In one of these, branches don't depend on the last index, so that a processor can
+vectorize the rows.
 
 A reduction is a "fold". The fold of an array, or of each of its rows, to one number uses sixteen partial results ("lanes"),
 so that the processor can vectorize it. For a given shape, the order of the operations is the same on all processors.

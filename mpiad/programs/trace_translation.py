@@ -363,7 +363,7 @@ def _of_key(x: Value, key: Index) -> tuple[IndexMap, Shape]:
     part = whole[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
     map = of_view(whole, part)
     if len(part.shape) == len(map):
-        # Indices along axes of length 1 are zero. So an entry of ``x[key] += y`` is read at the same index as the others of x.
+        # Along axes of length 1, indices are zero. So ``x[key] += y`` reads x at the index at which it writes.
         map = tuple([Axis(k, 1, axis.offset) if n == 1 else axis for k, (axis, n) in enumerate(zip(map, part.shape))])
     return map, part.shape
 
