@@ -272,7 +272,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     exact : bool
         Whether sums, differences, products, quotients and square roots of real arrays have the same bits as in NumPy. By
         default, the quotient of an array and a scalar is a product with the reciprocal of the scalar, unless the reciprocal
-        overflows or is subnormal.
+        overflows or is subnormal, and reverse passes add the cotangents of halo cells after other terms.
 
     Returns
     -------
