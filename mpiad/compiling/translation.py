@@ -15,7 +15,8 @@ vectors: the loop computes `VECTOR` successive lanes at a time, by vector instru
 dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
 of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
 
-A loop ``for i in few(n)``, with the arguments of `range`, has few iterations: it is neither vectorized nor unrolled.
+A loop ``for i in rolled(n)``, with the arguments of `range`, is vectorized, but not unrolled, and one over ``few(n)`` is
+neither: such loops are compiled in less time.
 
 An array ``on_stack(n, np.float64)`` has n entries, which are vectors in a loop over lanes, and in a function if any of its
 arguments is a vector, or an array of vectors. ``constants(2, 3, 5)`` is an array that isn't written.
@@ -592,9 +593,13 @@ class _Function:
                     self._for_lanes(name, node)
                 case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"), args=bounds), orelse=[]):
                     self._for(name, bounds, node.body)
-                case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="few"), args=bounds), orelse=[]):
+                case ast.For(
+                    target=ast.Name(id=name),
+                    iter=ast.Call(func=ast.Name(id="few" | "rolled" as kind), args=bounds),
+                    orelse=[],
+                ):
                     self._module.declared["!llvm.loop"] = _ROLLED
-                    self._for(name, bounds, node.body, ", !llvm.loop !3")
+                    self._for(name, bounds, node.body, f", !llvm.loop !{3 if kind == 'few' else 0}")
                 case ast.Break():
                     self._build.jump(self._ends_of_loops[-1])
                 case _:

@@ -92,8 +92,8 @@ class LoopText:
                 boxes[name] = around
                 count = f"{name}.shape[0]" if self.divisible else str(len(around))
                 ranges = self._ranges(name)
-                if (around[:, -1] - around[:, -2]).max() < _LONG:
-                    ranges[-1] = ranges[-1].replace("range", "few")
+                is_short = (around[:, -1] - around[:, -2]).max() < _LONG
+                ranges[-1] = ranges[-1].replace("range", "few" if is_short else "rolled" if name == "r" else "range")
                 body += [f"for q in range({count}):", *indented(self._nest(known, ranges))]
         if self.lanes and not self._by_rows:
             body += self._combined_lanes()

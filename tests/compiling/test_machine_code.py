@@ -237,11 +237,12 @@ def test_loops_that_look_up_indices_are_neither_unrolled_nor_vectorized():
     np.testing.assert_array_equal(x, expected * np.where(np.arange(130) < 100, 2.0, 1.0))
 
 
-def test_loops_of_few_iterations_are_neither_unrolled_nor_vectorized():
-    loops = "    for i in few(ends[0], ends[1]):\n        x[i] += 1.0\n    for i in few(2):\n        x[i] *= 2.0\n"
+@pytest.mark.parametrize(("kind", "metadata"), [("few", 3), ("rolled", 0)])
+def test_loops_that_are_not_unrolled(kind, metadata):
+    loops = f"    for i in {kind}(ends[0], ends[1]):\n        x[i] += 1.0\n    for i in {kind}(2):\n        x[i] *= 2.0\n"
     text = f"def run(x, ends):\n{loops}"
     signature = "void(float64[::1], int64[::1])"
-    assert translated(text, "run", arguments_of(signature)).count("!llvm.loop !3") == 2
+    assert translated(text, "run", arguments_of(signature)).count(f"!llvm.loop !{metadata}") == 2
     x = np.arange(8.0)
     loaded(*code_of([Source(text, "run", signature)]), [signature])[0](x, np.array([1, 4]))
     np.testing.assert_array_equal(x, [0.0, 4.0, 3.0, 4.0, 4.0, 5.0, 6.0, 7.0])
