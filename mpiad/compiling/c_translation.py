@@ -11,6 +11,26 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
+# Definitions for all kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
+PRELUDE = """
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define KERNEL extern "C" __global__ void
+#define INLINE static __device__ __forceinline__
+#define EACH(i, n) \\
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
+#ifndef INFINITY
+#define INFINITY __longlong_as_double(0x7ff0000000000000LL)
+#endif
+#ifndef NAN
+#define NAN __longlong_as_double(0x7ff8000000000000LL)
+#endif
+#else
+#include <math.h>
+#define KERNEL extern "C" void
+#define INLINE static inline
+#define EACH(i, n) for (long long i = 0; i < n; ++i)
+#endif
+"""
 # Functions with other names in C. Kernels define `larger` and `smaller`, whose result is NaN if an argument is NaN.
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",

@@ -165,6 +165,9 @@ class FunctionReader:
     def array(self, value: np.ndarray) -> None:
         """Record an array."""
 
+    def device_array(self, value: Any) -> None:
+        """Record an array on a device, whose entries programs read in each run."""
+
     def container(self, value: Any, parts: list[Any]) -> None:
         """Record a container; its parts are read afterwards."""
 
@@ -332,6 +335,9 @@ class FunctionReader:
         if value.dtype.hasobject:
             raise Unknown("an array of objects")
         self.array(value)
+
+    def _device_array(self, value: Any) -> None:
+        self.device_array(value)
 
     def _container(self, value: Any) -> None:
         parts = parts_of(value)
@@ -571,6 +577,8 @@ def _is_in(module: str, packages: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=256)
 def _reader_for(kind: type) -> Any:
+    if hasattr(kind, "__cuda_array_interface__"):
+        return FunctionReader._device_array
     return next((read for kinds, read in _READERS if issubclass(kind, kinds)), None)
 
 
@@ -754,6 +762,9 @@ class _WatchReader(FunctionReader):
     def array(self, value: np.ndarray) -> None:
         if is_writable(value):
             self.watch.note_array(self.path, value)
+
+    def device_array(self, value: Any) -> None:
+        self.watch.device_arrays.append(value)
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if not isinstance(value, (tuple, frozenset, slice, partial)):

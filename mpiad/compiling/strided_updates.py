@@ -19,6 +19,7 @@ class StridedUpdate(NamedTuple):
 
     kernel: Kernel
     arrays: tuple[Array, ...]  # its arguments
+    adds: bool
 
     @classmethod
     def of(cls, out: Array, x: Array | complex, factor: complex, value: Array, adds: bool) -> StridedUpdate | None:
@@ -41,7 +42,7 @@ class StridedUpdate(NamedTuple):
         lengths, *strides = zip(*[(1, 0, 0)] * (_AXES - len(axes)), *axes)
         numbers = np.array([*lengths, *[stride // real.itemsize for each in strides for stride in each]])
         # Adding -0.0 changes no number, while 0.0 would change the sign of -0.0.
-        return cls(_kernels(real.name)[adds], (out, x, numbers, np.array([factor, value or -0.0], real)))
+        return cls(_kernels(real.name)[adds], (out, x, numbers, np.array([factor, value or -0.0], real)), adds)
 
     def words(self, address: int, errors: int, number: int) -> list[int]:
         """Return the words of a linked kernel's block; for the arguments see `LinkedCall.words`."""

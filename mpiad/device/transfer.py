@@ -14,7 +14,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.pytrees import map_leaves
 from mpiad.transport import world
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, discover
+from mpiad.transport.devices.device_arrays import ArrayModule, Spec, arrays_of, discover, is_device_array
 
 _selected: list[int] = []
 """The index of the GPU that `select` selected last."""
@@ -150,10 +150,10 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
 
     def move(leaf: Array) -> Array:
         plain = getval(leaf)
-        if tracing.recorder is not None:
-            tracing.recorder.refuse("it copies arrays to a device, and only functions of NumPy arrays can be compiled")
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
+        if tracing.recorder is not None and tracing.recorder.is_abstract:
+            return tracing.recorder.constant_on_device(plain)  # type: ignore[attr-defined] abstract traces have it
         nonlocal arrays
         if arrays is None:
             # CuPy is imported only if it is needed, since the user's device arrays may come from another library.
@@ -213,6 +213,15 @@ def array_to_host(x: Array) -> Array:
     """Copy one device array to the host; an array of shape () becomes a NumPy scalar."""
     arrays = arrays_of(x)
     return x if arrays is None else arrays.to_host(x)[()]
+
+
+def beside(values: Sequence[Array], specs: Sequence[Spec]) -> list[Array]:
+    """Return values, which may be traced, with copies on the host of those whose spec is that of a number on the host."""
+    pairs = zip(values, specs)
+    return [
+        array_to_host(x) if spec.arrays is None and is_device_array(getval(x)) and x.shape == spec.shape else x
+        for x, spec in pairs
+    ]
 
 
 def _to_host_vjp(ans: Array, x: Array) -> Function:

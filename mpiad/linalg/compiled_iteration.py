@@ -22,6 +22,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.linalg.vectors import on_device_of, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
 from mpiad.programs.interpretation import Interpretation, Note, message_counts
@@ -35,6 +36,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Counts, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import note_channels, tracing
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 Iteration = Callable[..., tuple]
 
@@ -144,7 +146,7 @@ class Operator:
         known = self._known
         if known is None:
             return None
-        key = iteration, state[0].shape, state[0].dtype
+        key = _key(iteration, state)
         if key not in known.programs:
             known.runs += 1
             if known.needs_notes or not known.is_due():
@@ -161,13 +163,14 @@ class Operator:
         def run(*state: LocalArray) -> list[Array]:
             if is_checked:
                 self._before = message_counts()
+            given = _on_device(entry.device, state)
             replay = free.pop() if free else replays.take()
             count(entry.communications)
             known.runs += 1
             replay.numbers.known = numbers
-            made = replay.first(*params, *state)
+            made = replay.first(*params, *given)
             replays.give_back(replay)
-            return made
+            return made if entry.device is None else [x if x.shape == state[0].shape else on_host(x) for x in made]
 
         return run
 
@@ -182,7 +185,8 @@ class Operator:
 
         notes = None if notes is None else [*self._notes, *notes]
         try:
-            entry = optional_program(traced, arguments_of((self._params, *state), {}), self._read, notes)
+            given = _on_device(arrays_of(state[0]), state)
+            entry = optional_program(traced, arguments_of((self._params, *given), {}), self._read, notes)
         except FailedTrace:  # without notes
             known.needs_notes = True
             return
@@ -193,7 +197,7 @@ class Operator:
 
     def interpreted(self, iteration: Iteration, system: Any, state: tuple) -> tuple:
         """Return ``iteration(system, *state)``; if its trace needs notes, compile it with those of this run."""
-        known, key = self._known, (iteration, state[0].shape, state[0].dtype)
+        known, key = self._known, _key(iteration, state)
         is_unknown = self.transposed and not self._is_noted
         if known is None or not known.needs_notes or key in known.programs or is_unknown:
             return iteration(system, *state)
@@ -207,7 +211,7 @@ class Operator:
         """Interpret an iteration whose program has raised `Changed`, and such iterations from now on."""
         if change.log is None or self._known is None:
             raise change
-        self._known.programs[iteration, state[0].shape, state[0].dtype] = None
+        self._known.programs[_key(iteration, state)] = None
         with Interpretation(change.log, self._before):
             return iteration(system, *state)
 
@@ -234,6 +238,15 @@ class Operator:
             _known.remove(found)
         _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
         return found
+
+
+def _key(iteration: Iteration, state: tuple) -> tuple:
+    return iteration, state[0].shape, state[0].dtype, arrays_of(state[0])
+
+
+def _on_device(arrays: ArrayModule | None, state: tuple) -> Sequence[Array]:
+    """Return the state of an iteration with numbers on the device of the rows; they are on the host between iterations."""
+    return state if arrays is None else [on_device_of(state[0], x) if type(x) is np.ndarray else x for x in state]
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -127,7 +127,8 @@ class System:
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
         # From which iterations are compiled; None if they are interpreted.
-        self._operator = operator if self._xp is None and self.dtype.kind == "f" else None
+        has_kernels = self._xp is None or getattr(self._xp, "launcher", None) is not None
+        self._operator = operator if has_kernels and self.dtype.kind == "f" else None
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0

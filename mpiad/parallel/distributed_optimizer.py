@@ -40,7 +40,7 @@ from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted, shared
 from mpiad.programs.signature import form_of
-from mpiad.programs.traced_array import on_host
+from mpiad.programs.traced_array import untraced
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
 from mpiad.transport.core.agreement import FAILURES, KINDS, Failure, agreed, raising_together
@@ -145,7 +145,7 @@ def _evaluation(
         leaves, places, _, shared = variables
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
-            specs = list(map(on_host, specs))
+            specs = list(map(untraced, specs))
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
         accumulates = optimizer is not None and optimizer.accumulate > 1 and loss is not None
         position = {} if accumulates else {k: index for index, k in enumerate(shared)}
@@ -669,7 +669,7 @@ class DistributedOptimizer:
                 norm = norm if self.own is None else math.hypot(norm, *channel.data.allgather(norm_of(divided)))
             return *divided, clipping(norm, self.clip_norm), norm, None
 
-        specs = [*[on_host(spec_like(parts[k])) for k in own], _NUMBER, _NUMBER]
+        specs = [*[untraced(spec_like(parts[k])) for k in own], _NUMBER, _NUMBER]
         *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=specs)
         found = dict(zip(own, divided))
         return [found.get(k, part) for k, part in enumerate(parts)], factor, norm

@@ -56,7 +56,8 @@ def with_sums_absorbed(program: ArrayProgram) -> ArrayProgram:
         folded = new.add("communicate", [whole], node.shape, node.dtype, node.data)
         numbers.update(dict.fromkeys([n, *[s for s, _ in sums[n]]], folded))
     new.inputs, new.outputs = ([numbers[n] for n in part] for part in (program.inputs, program.outputs))
-    new.stored, new.weak = ({numbers[n] for n in part if n in numbers} for part in (program.stored, program.weak))
+    parts = program.stored, program.weak, program.on_host
+    new.stored, new.weak, new.on_host = ({numbers[n] for n in part if n in numbers} for part in parts)
     new.site, new.part = program.site, program.part
     return new
 

@@ -35,6 +35,7 @@ from numpy.lib.stride_tricks import as_strided
 from mpiad._typing import Array, Shape
 from mpiad.programs.traced_array import Step
 from mpiad.transport.core.calls import Site
+from mpiad.transport.devices.device_arrays import ArrayModule, is_device_array
 
 # Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts. In
 # gathers and segment sums, an index of the source is an entry of an array of indices.
@@ -254,6 +255,8 @@ class ArrayProgram:
         self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
         self.stored: set[int] = set()  # nodes that are kept in memory
         self.weak: set[int] = set()  # the nodes of Python scalars, which take the precision of the other operand
+        self.device: ArrayModule | None = None  # of the arrays; None for the host
+        self.on_host: set[int] = set()  # the nodes of numbers on the host, in a program for a device
         self.kept: frozenset[int] = frozenset()  # positions of outputs that only other programs read (see `Replay.lease`)
         self.site: Site | None = None  # the user's line, for new nodes
         self.part = 0  # the part of the program, for new nodes
@@ -281,7 +284,8 @@ class ArrayProgram:
 
     def constant(self, value: Array) -> int:
         """Append a constant array."""
-        if value.dtype in COMPUTED and (value.size == 1 or (value.size and not any(value.strides))):
+        is_known = not is_device_array(value)  # its entries may change
+        if is_known and value.dtype in COMPUTED and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
         place = next((k for k, known in enumerate(self.constants) if known is value), len(self.constants))
         if place == len(self.constants):

@@ -17,9 +17,8 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.programs.array_program import COMPUTED, ArrayProgram, Node, Slot, broadcast, with_lanes
-from mpiad.programs.fusion import Schedule
+from mpiad.programs.device_replay import replays_of
 from mpiad.programs.message_numbers import is_numbered
-from mpiad.programs.replay import Replays
 from mpiad.programs.traced_array import Step, mapped
 
 
@@ -47,7 +46,8 @@ class Batched:
                 self.numbers[n] = self._node(n, node)
                 self._weaken(n)
         self.program.outputs = list(map(self._over_lanes, program.outputs))
-        self.replays = Replays(Schedule(self.program))
+        self.program.device = program.device
+        self.replays = replays_of(self.program)
 
     def _weaken(self, n: int) -> None:
         if n in self.old.weak:

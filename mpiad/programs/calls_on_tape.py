@@ -16,6 +16,7 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.watch import Watch
+from mpiad.device.transfer import beside
 from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.in_place import assign, keeping_arguments
@@ -30,10 +31,10 @@ from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, Recor
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments, arguments_of
-from mpiad.programs.traced_array import TracedArray
 from mpiad.programs.transforms import vjp
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import note_channels, tracing
+from mpiad.transport.devices.device_arrays import is_array, is_device_array
 
 _boxes = Box.types
 _Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
@@ -63,7 +64,7 @@ def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived)
             return _noted(cache, key, arguments, boxed, failure)
     else:
         key = "program", tuple(boxed), arguments.key
-        if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or cache.is_refused(key):
+        if not all(isinstance(getval(box), np.generic) or is_array(getval(box)) for box in boxes) or cache.is_refused(key):
             return cache.run(arguments)
         try:
             return _called_as_operation(cache, key, arguments, cache.program(arguments, boxed))
@@ -115,6 +116,7 @@ def _with_two_parts(
 ) -> tuple[list[list[Array]], Any]:
     """Return the function's program and its reverse pass, as two parts of a program."""
     recorded: Any = cache.program(arguments, boxed, watch)
+    recorder.device = recorded.program.recorder.device
     recorder.condition = recorded.admits if recorded.admits is not None and recorded.admits.decides else None
     return vjp(recorded.program, recorder, [arguments.traced.index(k) for k in boxed]), recorded.build
 
@@ -141,7 +143,7 @@ def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
     """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
     if type(tape) not in (OrderedTape, TangentTape) or not tape.is_only_trace_of(boxes):
         return False
-    return all(isinstance(box._value, (np.ndarray, np.generic, TracedArray)) for box in boxes)
+    return all(isinstance(box._value, (np.ndarray, np.generic)) or is_device_array(box._value) for box in boxes)
 
 
 def is_above(tape: Tape, boxes: Sequence[Box]) -> bool:
@@ -195,6 +197,7 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, arguments: Arguments,
                 leaves = Variables(all_arguments.values(), variables, all_arguments.build)
                 run = trace_backwards(lambda call: cache.fun(*call[0], **call[1]), leaves)
                 return cotangents_of(run.recording, _seeds(run, inside, gs), specs)
+        cotangents = cotangents if entry.device is None else beside(cotangents, specs)
         return [conform(g, *spec) for g, spec in zip(cotangents, specs)]
 
     places = [arguments.leaves[k]._node.index for k in variables]

@@ -160,7 +160,8 @@ def fast_call(entry: Entry, args: tuple, outputs: Any) -> Callable[[tuple], Any]
     """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `outputs`: the program's."""
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
     lines, leaves = list[str](), list[str]()
-    if FAULT_TOLERANT or entry.may_change or not _unpack(args, "args", lines, leaves, names) or not leaves:
+    may_differ = FAULT_TOLERANT or entry.may_change or entry.device is not None
+    if may_differ or not _unpack(args, "args", lines, leaves, names) or not leaves:
         return None
     names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
     names |= {
@@ -264,8 +265,9 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     ----------
     fun : callable
         A function written with autograd.numpy, mpiad's primitives and `Domain`; its arguments and results are pytrees of
-        arrays and numbers. It is compiled separately for each structure, shape and dtype of the arguments, and for
-        each value of a boolean or string among them, or of an integer on which the function branches.
+        numbers and of arrays on the host, or on one device. It is compiled separately for each structure, shape and dtype
+        of the arguments, and for each value of a boolean or string among them, or of an integer on which the function
+        branches.
     strict : bool
         Whether to raise an error if the function can't be compiled. By default a warning is logged once, and the function
         is interpreted.

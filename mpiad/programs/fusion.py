@@ -134,7 +134,8 @@ def working_in_place(node: Node) -> InPlace | None:
 def source_of(program: ArrayProgram, node: Node, x: int) -> int:
     """Return the array that must be in memory for an operand of a call: that of a view which BLAS reads as it is, or x."""
     operand = program.nodes[x]
-    if node.kind != "call" or node.data.fun not in (np.dot, np.matmul) or operand.kind != "view" or len(operand.shape) < 2:
+    is_product = node.kind == "call" and node.data.fun in (np.dot, np.matmul) and program.device is None
+    if not is_product or operand.kind != "view" or len(operand.shape) < 2:
         return x
     source = program.nodes[operand.inputs[0]]
     is_cheap = source.kind in ("input", "constant") or inverse(operand.data, source.shape, operand.shape) is not None

@@ -20,10 +20,11 @@ from mpiad._typing import Array
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of
 from mpiad.programs.opaque_calls import Outcome, as_array, opaque_call
-from mpiad.programs.traced_array import on_host
+from mpiad.programs.traced_array import untraced
 from mpiad.transport import Spec
 from mpiad.transport.core.channels import Channel, Counts, communications, live_channels
 from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_arrays import is_array
 
 
 class Note(NamedTuple):
@@ -48,7 +49,7 @@ def message_counts() -> list[tuple[Channel, Counts]]:
 
 def logged(result: Any, params: Any = None) -> Any:
     """Return the log entry of an operation's result; `params`: the parameters of a communication."""
-    kept = result.copy() if isinstance(result, np.ndarray) else result
+    kept = result.copy() if is_array(result) else result
     envelopes = envelopes_of(params)
     senders = [(envelope.peer, envelope.tag) for envelope in envelopes if min(envelope.asked) < 0]
     if senders:
@@ -91,7 +92,7 @@ class Interpretation:
 
     def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         """Run a communication, or return its logged result."""
-        params = on_host(params)
+        params = untraced(params)
         if not self._rest:
             made = self._run(operation.forward, x, params)
             if operation.abstract(x, params) is NotImplemented:
@@ -176,5 +177,5 @@ class Interpretation:
 
 def _described(result: Any) -> Any:
     """Return the spec of an array, and other results unchanged."""
-    is_array = isinstance(result, (np.ndarray, np.generic)) and result.dtype.kind in "fciub"
-    return Spec(result.shape, result.dtype) if is_array else result
+    is_known = (isinstance(result, np.generic) or is_array(result)) and result.dtype.kind in "fciub"
+    return Spec(result.shape, result.dtype) if is_known else result

@@ -44,7 +44,7 @@ from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
 LANES = 16
 NAME = "loop"
 _LONG = 16  # minimum length of rows that are worth vectorizing: they have a body of their own
-_FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
+FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
 # The range of indices along each axis in which one expression is valid; None for axes whose indices select the expression.
@@ -69,13 +69,18 @@ class LoopText:
         self.folds = [
             (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
         ]
-        shape, last = loop.shape, len(loop.shape) - 1
+        shape = loop.shape
         self.divisible = divisible and bool(math.prod(shape)) and bool(shape) and not self.folds
-        inside, rows, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None, None)
+        self._write(*self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None, None))
+
+    def _write(self, inside: Box, rows: Array | None, edges: Array | None) -> None:
+        """Write the nested loops, given the box without branches, and the boxes around it; see `_boxes`."""
+        shape, last = self.loop.shape, len(self.loop.shape) - 1
         # Folds along the last axis, of long rows, have partial results for each row.
         sources = {axis.source for item, _ in self.folds for axis in item.place.map}
         is_number = all(item.fold == "number" for item, _ in self.folds)
-        self._by_rows = bool(self.folds and shape) and not is_number and edges is None and shape[-1] >= 2 * LANES
+        is_single = rows is None and edges is None  # whether one expression is valid for all indices
+        self._by_rows = bool(self.folds and shape) and not is_number and is_single and shape[-1] >= 2 * LANES
         self._by_rows &= last not in sources and all(isinstance(source, int | None) for source in sources)
         # Length of the array of partial results, the last argument if > 0.
         self.lanes = LANES * len(self.folds) * (bool(shape) and is_number or self._by_rows)
@@ -174,7 +179,7 @@ class LoopText:
 
     def _nest(self, box: Known, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over the box in which one expression is valid, or over boxes in `ranges` at its edges."""
-        inner, last = _LoopBody(self, box).text(), len(ranges) - 1
+        inner, last = LoopBody(self, box).text(), len(ranges) - 1
         if not ranges:
             return inner + self._folded("0")
         heads = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
@@ -209,14 +214,14 @@ class LoopText:
             shape = self.schedule.buffers[buffer].shape
             for axis, n in enumerate(shape):
                 text += indented([f"for i{axis} in range({n}):"], axis)
-            first = number(_FIRST[fold.reduction])
+            first = number(FIRST[fold.reduction])
             text += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
         return text
 
     def _first_lanes(self) -> list[str]:
         text = []
         for k, (fold, _) in enumerate(self.folds):
-            text += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(_FIRST[fold.reduction])}"])]
+            text += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(FIRST[fold.reduction])}"])]
         return text
 
     def _combined_lanes(self) -> list[str]:
@@ -300,7 +305,7 @@ def divided(rows: Array, inner: Box) -> tuple[Array, Array]:
     return as_rows(inside, rows.shape[1]), as_rows(outside, rows.shape[1])
 
 
-class _LoopBody:
+class LoopBody:
     """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopText._nest`."""
 
     def __init__(self, writer: LoopText, box: Known):

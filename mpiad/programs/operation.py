@@ -22,6 +22,7 @@ from autograd.tracer import Box, new_box
 
 from mpiad._typing import Array
 from mpiad.compiling.watch import Watch
+from mpiad.device.transfer import beside
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, conformed, spec_like
@@ -33,6 +34,7 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import Ref
 from mpiad.programs.transforms import Evaluation, Program, jvp, linearized
 from mpiad.pytrees import is_variable
+from mpiad.transport import Spec
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import note_channels, tracing
 
@@ -66,6 +68,10 @@ class CompiledOperation:
         self._derived: dict[Any, Any] = {}
         self._batches: dict[int, Batched | None] = {}
 
+    def _recorder(self) -> Recorder:
+        """Return a new trace, for a program that is derived from this one."""
+        return Recorder(self.program.recorder.exact, device=self.program.recorder.device)
+
     @functools.cached_property
     def entry(self) -> Entry | None:
         """The compiled program; None if it can't be compiled."""
@@ -76,7 +82,7 @@ class CompiledOperation:
                 return [evaluation.run(evaluation.inputs())], list
 
         with _optional():
-            return entry_of_trace(Recorder(self.program.recorder.exact), Watch(), traced, self.program.kept)
+            return entry_of_trace(self._recorder(), Watch(), traced, self.program.kept)
         return None
 
     def __call__(self, inputs: Sequence[Any], numbers: Numbers | None = None) -> Made:
@@ -135,7 +141,7 @@ class CompiledOperation:
         key = kind, *variables
         if key not in self._derived:
             self._derived[key] = None
-            with _optional(), raising_failures(Recorder(self.program.recorder.exact), Watch()) as recorder:
+            with _optional(), raising_failures(self._recorder(), Watch()) as recorder:
                 first, second = kind(self.program, variables, recorder)
                 self._derived[key] = [CompiledOperation(x) if isinstance(x, Program) else x for x in (first, second)]
         return self._derived[key]
@@ -149,7 +155,10 @@ class CompiledOperation:
         operation, places = derived
         tangents = [conform(v, *spec_like(inputs[k])) for k, v in zip(variables, tangents)]
         made, n = operation([*inputs, *tangents], numbers), len(self.program.outputs)
-        return _WithTangents(made.values[:n], dict(zip(places, made.values[n:])), made.numbers)
+        values, tangents = made.values[:n], made.values[n:]
+        if self.program.recorder.device is not None:
+            tangents = beside(tangents, [spec_like(values[k]) for k in places])
+        return _WithTangents(values, dict(zip(places, tangents)), made.numbers)
 
     def _with_reverse_pass(self, variables: list[int], inputs: list[Any], numbers: Numbers) -> _WithReversePass | None:
         derived = self._derive(linearized, variables)
@@ -158,7 +167,8 @@ class CompiledOperation:
         forward, backward = derived
         made, n = forward(inputs, numbers), len(self.program.outputs)
         inside = [type(x) is Ref for x, _ in forward.program.outputs[:n]]
-        return _WithReversePass(made.values[:n], inside, backward, made.values[n:], made.numbers)
+        specs = [spec_like(inputs[k]) for k in variables] if self.program.recorder.device is not None else None
+        return _WithReversePass(made.values[:n], inside, backward, made.values[n:], made.numbers, specs)
 
     def lanes(self, residuals: list[Any], lanes: list[list[Array]], numbers: Numbers) -> list[list[Array]] | None:
         """Run several reverse passes by the backward program; return None if each of them must run alone."""
@@ -214,14 +224,17 @@ class _WithReversePass(NamedTuple):
     backward: CompiledOperation
     residuals: list[Any]
     numbers: Numbers
+    specs: list[Spec] | None  # of the variables, on a device
 
     def pull(self, gs: list[Array]) -> list[Array]:
         """Return the cotangents of the variables, given those of the results that are `inside`."""
-        return self.backward([*self.residuals, *gs], self.numbers).values
+        made = self.backward([*self.residuals, *gs], self.numbers).values
+        return made if self.specs is None else beside(made, self.specs)
 
     def pull_all(self, lanes: list[list[Array]]) -> list[list[Array]] | None:
         """Return the cotangents of several reverse passes that run together; None if each of them must run alone."""
-        return self.backward.lanes(self.residuals, lanes, self.numbers)
+        made = self.backward.lanes(self.residuals, lanes, self.numbers)
+        return made if made is None or self.specs is None else [beside(lane, self.specs) for lane in made]
 
     def recorded_on(self, tape: Any, nodes: Sequence[Any]) -> list[Any]:
         """Record the call as one node on a tape of this library."""

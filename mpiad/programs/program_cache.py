@@ -27,11 +27,11 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
 from mpiad.compiling.watch import Watch
 from mpiad.differentiation.in_place import CHANGED_ARGUMENT, leaves_of, refuse_changes
-from mpiad.programs.fusion import Schedule
+from mpiad.programs.device_replay import replays_of
 from mpiad.programs.interpretation import Interpretation, Note
 from mpiad.programs.number_conditions import admits_of
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.replay import Changed, Replays
+from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import checked_indices, program_of
 from mpiad.programs.traced_array import (
@@ -47,7 +47,7 @@ from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, communications
-from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import equal_on_device, is_device_array
 from mpiad.transport.world import level_of_repeats
 
 Retrace: TypeAlias = Callable[[Watch, Sequence[Note]], object]
@@ -70,7 +70,8 @@ class Entry:
         self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
         kept = [sum(self.inside[:place]) for place in kept if self.inside[place]]  # see `ArrayProgram`
-        self.replays = Replays(Schedule(program_of(recorder, outputs, kept)))
+        self.replays = replays_of(program_of(recorder, outputs, kept))
+        self.device = recorder.device
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
         self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
@@ -146,7 +147,8 @@ def raising_failures(recorder: Recorder, watch: Watch, after_run: bool = False) 
     The changes are undone, since the function makes them again when it is interpreted. `after_run`: whether the function
     has run since the watch was made.
     """
-    failure = None
+    failure, recorder.readable = None, watch.device_arrays
+    before = [x.copy() for x in watch.device_arrays]
     if after_run and not watch.is_the_same() and (changed := watch.changed(restore=False)):
         raise FailedTrace(recorder, watch, ChangedClosure(changed))
     try:
@@ -156,7 +158,11 @@ def raising_failures(recorder: Recorder, watch: Watch, after_run: bool = False) 
         raise
     except (Abandoned, Exception) as error:  # noqa: BLE001
         failure = FailedTrace(recorder, watch, error)
-    if not watch.is_the_same() and (changed := watch.changed(restore=True)):
+    changed = "" if watch.is_the_same() else watch.changed(restore=True)
+    for x, copy in zip(watch.device_arrays, before):
+        if not equal_on_device(x, copy):
+            x[...], changed = copy, "an array on a device"
+    if changed:
         failure = failure or FailedTrace(recorder, watch, ChangedClosure(changed))
         failure.is_undone = not calls.is_raised_by_handler(failure.error)
     if failure is not None:

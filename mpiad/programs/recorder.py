@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from weakref import ref
@@ -57,12 +58,13 @@ from mpiad.programs.traced_array import (
     hides_traced,
     let_arrays_be_traced,
     mapped,
-    on_host,
+    number_on_host,
     plain,
     quotient,
     reason_of_conversion,
     scale_of,
     take,
+    untraced,
     with_entries,
 )
 from mpiad.transport import Channel, Spec, channel
@@ -70,7 +72,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import Used, report_to_recorders
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_device_array
 
 _OBJECT = np.dtype(object)
 _AT_END = "at the end of the jitted function"
@@ -167,11 +169,20 @@ def _report_recording(on: bool) -> None:
 
 
 class Recorder:
-    """The trace of a call, and the context that records it; `notes`: those of an earlier run, or None."""
+    """The trace of a call, and the context that records it; `notes`: those of an earlier run, or None.
+
+    The arrays of a trace are on the host, or all on one device; then numbers may be on the host.
+    """
 
     ended, is_abstract = False, True  # see `ProgramRecorder`
 
-    def __init__(self, exact: bool = False, notes: Iterable[Note] | None = None, most: int | None = None) -> None:
+    def __init__(
+        self, exact: bool = False, notes: Iterable[Note] | None = None, most: int | None = None,
+        device: ArrayModule | None = None,
+    ) -> None:  # fmt: skip
+        self.device = device  # of the arrays
+        self.on_host: set[int] = set()  # the numbers of values that are on the host
+        self.captured: dict[int, Array] = {}  # arrays on the device that the function reads besides its arguments
         self.exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
         self._most = most  # the largest number of steps of the first part; None for no limit
         self._notes = None if notes is None else iter(notes)
@@ -196,6 +207,7 @@ class Recorder:
         self.channels: set[Used] = set()
         self._outermost: FrameType | None = None  # the user's frame around the trace
         self._outcome: Any = NotImplemented  # see `knowing`
+        self.readable: Sequence[Array] = ()  # the arrays on devices that the function may read besides its arguments
         self.on_settled: Callable[..., None] | None = None  # called with the arguments and the result of `settle`
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
 
@@ -316,13 +328,61 @@ class Recorder:
         leaves = list(call.leaves)
         for place in call.traced:
             value = getval(leaves[place])
+            is_array = is_device_array(value)
+            if is_array:
+                self._use(value)
+                value = like(Spec.of(value))
             number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
-            leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS)
+            leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS, not is_array)
+        others = [x for x in map(getval, call.leaves) if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind not in "iu"]
+        if self.device is not None and others:
+            self.refuse("it gets arrays on a device and arrays on the host")
         return leaves
 
-    def input(self, value: Any, weak: bool = False) -> Any:
+    def _use(self, x: Array) -> None:
+        """End the trace in failure if a device array isn't on the device of the trace, or on one without kernels."""
+        arrays = arrays_of(x)
+        if self.device is None and getattr(arrays, "launcher", None) is not None:
+            self.device = arrays
+        if arrays != self.device:
+            what = "arrays on two devices" if self.device is not None else f"an array of {arrays.name}"  # type: ignore[union-attr]
+            self.refuse(f"it computes with {what}, and only arrays of NumPy, or of CuPy on one device, are compiled")
+
+    def captured_array(self, x: Any) -> Any:
+        """Return a traced array for an array on a device which isn't an argument, and other values as they are.
+
+        A program reads such an array in each run.
+        """
+        if isinstance(x, TracedArray) or not is_device_array(x):
+            return x
+        if not any(x is known for known in self.readable):
+            self.refuse(
+                "it computes an array on a device without its arguments, or reads one that can't be followed: compute it "
+                "outside of the jitted function, and pass it as an argument"
+            )
+        self._use(x)
+        return self.capture(x)
+
+    def constant_on_device(self, x: Any) -> Any:
+        """Return a traced array for a constant that the function copies to the device; programs copy it once."""
+        if self.device is None:
+            self.refuse("it copies arrays to a device, and its arguments are on the host")
+        return self.capture(np.array(x))
+
+    def capture(self, x: Array) -> Any:
+        """Return a traced array for an array on a device, or a constant that is copied there."""
+        number = next((number for number, known in self.captured.items() if known is x), None)
+        if number is None:
+            made = self._wrapped(like(Spec.of(x)))
+            self.captured[made.number] = x
+            return made
+        return TracedArray(self, number, like(Spec(*self.specs[number])))
+
+    def input(self, value: Any, weak: bool = False, is_on_host: bool = False) -> Any:
         """Return a traced array for an argument; `weak`: whether the argument is a Python scalar."""
         made = self._wrapped(value)
+        if is_on_host:
+            self.on_host.add(made.number)
         if weak:
             self.weaken(made)
         self.inputs.append(made.number)
@@ -368,7 +428,11 @@ class Recorder:
         if id(x) in self._objects:
             return Ref(self._objects[id(x)][1])
         if is_device_array(x):
-            self.refuse("it computes with an array on a device, and only computations with NumPy arrays are compiled")
+            return Ref(self.captured_array(x).number)
+        if isinstance(x, np.ndarray) and x.ndim and self.device is not None and x.dtype.kind not in "iu":
+            if not _is_in_rule(sys._getframe(1)):
+                self.refuse("it computes with an array on the host and arrays on a device")
+            return Ref(self.capture(x).number)
         if type(x) is np.ndarray:
             return self._constant(x)
         if isinstance(x, np.ndarray):
@@ -418,6 +482,7 @@ class Recorder:
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a NumPy function, and record it."""
         self.require_open()
+        args, kwargs = mapped((tuple(args), kwargs), self.captured_array)
         self._check_exceptions(args, _may_raise(fun, args))
         if fun in _SHAPED_BY_INTEGERS:
             mapped((args[1:], kwargs), ask_for_integer)
@@ -450,7 +515,7 @@ class Recorder:
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Record a communication."""
-        params, rule = on_host(params), _rule()
+        x, params, rule = mapped(x, self.captured_array), untraced(params, self.device), _rule()
         envelopes = envelopes_of(params)
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
@@ -593,6 +658,12 @@ class Recorder:
     def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule(), self.combined))
+        if self.device is not None:
+            found: list[Any] = []
+            mapped((args, kwargs or {}), found.append)
+            numbers = {x.number for x in found if type(x) is Ref}
+            if numbers and numbers <= self.on_host or fun is number_on_host:
+                self.on_host.update(outs)
         if self._most is not None and not self.part and len(self.steps) > self._most:
             advice = "Write jit(step) to compile it nevertheless, or a loop in it over equal parts as a scan"
             text = f"has more than {self._most:,} operations, whose compilation would take long. {advice}"
@@ -601,6 +672,7 @@ class Recorder:
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""
         self.require_open()
+        args = mapped(tuple(args), self.captured_array)
         self._check_exceptions(args, _may_raise(fun, args))
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
@@ -617,6 +689,7 @@ class Recorder:
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
         """Set entries of an array; the array gets the number of the result."""
         self.require_open()
+        value = self.captured_array(value)
         self._check_exceptions(key, bool(_traced_in(key)))
         place, new = plain(key), plain(value)
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
@@ -638,6 +711,22 @@ def _rule() -> tuple[str, str, Site] | None:
     if call is None or call.direction == "forward":
         return None
     return call.direction, call.forward_name, call.forward_site  # type: ignore[return-value]
+
+
+# Modules whose rules and compositions compute with constant arrays, which programs copy to the device.
+_RULES = tuple(
+    f"autograd.{name}" for name in ("numpy.numpy_vjps", "numpy.numpy_jvps", "numpy.linalg", "numpy.fft", "scipy")
+)
+_RULES += ("mpiad.differentiation.rules",)
+
+
+def _is_in_rule(frame: FrameType) -> bool:
+    """Return whether a rule of a derivative, or a function that the library composes, is running around a frame."""
+    for outer, _ in walk_stack(frame):
+        name = outer.f_globals.get("__name__", "")
+        if name.startswith(_RULES) or not name.startswith(("mpiad.", "autograd.", "numpy.")):
+            return name.startswith(_RULES)
+    return False
 
 
 def _package_of(operator: Any) -> str:

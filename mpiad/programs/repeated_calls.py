@@ -14,13 +14,17 @@ import numpy as np
 from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Array, Tree
+from mpiad.device.transfer import beside
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
+from mpiad.primitives.cotangents import spec_like
 from mpiad.programs.calls_on_tape import entry_on_tape, is_simple, require_plain
 from mpiad.programs.number_conditions import admits_all
 from mpiad.programs.program_cache import UNKNOWN, Entry, FailedTrace, ProgramCache, count
 from mpiad.programs.replay import Replay
 from mpiad.programs.signature import arguments_of
+from mpiad.transport import Spec
 from mpiad.transport.core.tracing import note_channels, tracing
+from mpiad.transport.devices.device_arrays import is_device_array, zeros_like
 
 _boxes = Box.types
 
@@ -54,7 +58,9 @@ class RepeatedProgram:
         # other variables whether it is among the entries.
         self.states, self.place = len(layout.state), 0
         self.is_entry: list[bool] = []
+        self.specs: list[Spec] = []  # of the variables, on a device
         if variables is not None:
+            self.specs = [spec_like(arguments[k]) for k in variables] if entry.device is not None else []
             self.place = variables.index(layout.state.start)
             self.is_entry = [k in layout.entries for k in variables if k not in layout.state]
 
@@ -135,16 +141,17 @@ class Recording:
             rows = columns if calls == 1 else [g[block] for g in columns]
             made = self.replays[call].later[0](*self.kept[call], *state, *rows)
             if calls == 1:
-                return made
+                return beside(made, program.specs) if program.specs else made
             state, others = made[start:end], made[:start] + made[end:]
             if not totals:
                 pairs = zip(others, program.is_entry)
                 shapes = [(calls * steps, *g.shape[1:]) if is_entry else g.shape for g, is_entry in pairs]
-                totals = [np.zeros(shape, g.dtype) for shape, g in zip(shapes, others)]
+                totals = [zeros_like(g, shape) for shape, g in zip(shapes, others)]
             for total, g, is_entry in zip(totals, others, program.is_entry):
                 total[block if is_entry else ...] += g
         totals = [total[()] for total in totals]
-        return totals[:start] + state + totals[start:]
+        totals = totals[:start] + state + totals[start:]
+        return beside(totals, program.specs) if program.specs else totals
 
 
 def prepared(
@@ -165,7 +172,7 @@ def prepared(
     for k in layout.entries:
         given[k] = given[k][: layout.steps]
     for k in variables or ():
-        given[k] = np.asarray(given[k])
+        given[k] = given[k] if is_device_array(given[k]) else np.asarray(given[k])
     arguments = arguments_of(tuple(given), {}, cache.asked)
     end = layout.entries.stop
     if tracing.recorder is not None or arguments.traced[:end] != [*range(end)]:

@@ -8,7 +8,7 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
@@ -48,24 +48,30 @@ class Replays:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.texts: list[LoopText | None] = [  # of each step, None for calls
-            LoopText(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
-            for at, step in enumerate(schedule.steps)
-        ]
+        steps = enumerate(schedule.steps)
+        self.texts: list[Any] = [self._text(at) if isinstance(step, Loop) else None for at, step in steps]  # None for calls
         overwrite(schedule, self.texts)
-        self.kernels = self._kernels()
         self.uses = spans_of(schedule, self.texts)
         self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
         self.scratch = Scratch(scratch_bytes)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The steps whose results are compared with the trace, and the last: if they differ, the program can't continue.
-        self.checked = [at for at in range(len(schedule.steps)) if _is_checked(schedule, at)]
+        self.checked = [at for at in range(len(schedule.steps)) if is_checked(schedule, at)]
         self.last_check = max(self.checked, default=-1)
+        self.free: dict[Hashable, list[Any]] = {False: [], True: []}  # unused replays, by `key` of the replay
+        self.compile()
+
+    def _text(self, at: int) -> Any:
+        """Return the text of a loop."""
+        return LoopText(self.schedule, at, is_divided(self.schedule, at))
+
+    def compile(self) -> None:
+        """Compile the loops, and choose the order of actions."""
+        self.kernels = self._kernels()
         # The keys of the following dicts are `Replay.prepared`.
-        actions, overlapping = (actions_of(schedule, self.texts, overlaps) for overlaps in (False, True))
-        self.actions = {False: actions, True: tiled(schedule, self.texts, self.allocations, overlapping)}
-        self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays
+        actions, overlapping = (actions_of(self.schedule, self.texts, overlaps) for overlaps in (False, True))
+        self.actions = {False: actions, True: tiled(self.schedule, self.texts, self.allocations, overlapping)}
 
     def _kernels(self) -> list[Kernel | None]:
         sources = [None if text is None else Source(text.text, NAME, text.signature) for text in self.texts]
@@ -113,7 +119,7 @@ class Changed(TypeError):
         self.log = log
 
 
-def _is_checked(schedule: Schedule, at: int) -> bool:
+def is_checked(schedule: Schedule, at: int) -> bool:
     """Return whether the result of a step must be compared with its result in the trace."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or step.in_place:
@@ -142,7 +148,7 @@ def _as_argument(x: Any, dtype: np.dtype) -> Array:
 # generated function whose code object has the file, line and function name of the user's call in the trace.
 
 
-def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
+def call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
     """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Step.rule`."""
     made: Any = _CALLS[kind]
     if rule is not None:
@@ -236,7 +242,7 @@ class Replay:
     def fail(self, number: int) -> None:
         """Raise the error of a call of MPI at the user's line."""
         step = self.schedule.steps[self.blocks.step_of(number)]
-        _call_at(self.nodes[step.node].site, "prepared")(lambda: self.blocks.raise_error(number))
+        call_at(self.nodes[step.node].site, "prepared")(lambda: self.blocks.raise_error(number))
 
     def _linked_operators(self) -> Operators:
         """Return the operators that linked kernels run in their buffers."""
@@ -493,7 +499,7 @@ class Replay:
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
             self._lines.append(f"together(k{at}, {[self.blocks.address(k, n) for n in range(len(action.shares))]})")
         elif action.kind == "end":
-            self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
+            self.names[f"h{at}"] = call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
@@ -517,10 +523,10 @@ class Replay:
         call: Step = node.data
         if self.prepared:
             self._prepare_in_place(at)
-            self.names[f"f{at}"] = _call_at(node.site, "begin" if is_begun else "end")
+            self.names[f"f{at}"] = call_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
-        self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
+        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, "in place", call.rule), call.fun
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *map(self._bound, call.args[1:])])})")
 
     def _prepare_in_place(self, at: int) -> None:
@@ -560,9 +566,9 @@ class Replay:
         return f"own({', '.join([call, *[self._arrays[b] for b in given]])})" if given else call
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
-        """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`_is_checked`)."""
+        """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`is_checked`)."""
         call: Step = node.data
-        self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, call.kind, call.rule), call.fun
+        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
         given = [self._argument(step, part) for part in parts]
         numbered = call.kind == "communicate" and is_numbered(call.args[1])
@@ -575,7 +581,7 @@ class Replay:
         if self._is_logged(at):
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
-        if _is_checked(self.schedule, at):
+        if is_checked(self.schedule, at):
             if call.kind in ("settle", "opaque"):
                 made = f"v{at}" if call.kind == "settle" else f"[(x.shape, x.dtype) for x in v{at}[:-1]]"
                 condition = f"{made} != {self._bound(call.kwargs['expected'])}"
@@ -630,7 +636,7 @@ class Replay:
         if out is not None:
             self._bind(out)
         arrays = self._at_fixed_place(x), None if out is None else self.names[f"b{out}"]
-        self.names[f"f{at}"] = _call_at(self.nodes[step.node].site, "prepared")
+        self.names[f"f{at}"] = call_at(self.nodes[step.node].site, "prepared")
         self.names[f"q{at}"] = message.prepared(message.params, *arrays).call  # type: ignore[union-attr]
         self._lines.append(f"f{at}(q{at})")
 
@@ -649,7 +655,7 @@ class Replay:
         run = call.fun.prepared(*args) if is_dense else None
         if run is None:
             return False
-        self.names |= {f"f{at}": _call_at(self.nodes[step.node].site, "prepared"), f"q{at}": run}
+        self.names |= {f"f{at}": call_at(self.nodes[step.node].site, "prepared"), f"q{at}": run}
         self._lines.append(f"f{at}(q{at})")
         return True
 

@@ -66,6 +66,10 @@ class ScalarRecorder:
         """Refuse an operator of `mpiad.extend`, whose rules the derivatives of the program would ignore."""
         self.refuse(f"it calls the operator {operator.__name__}, whose derivative rules can't be compiled")
 
+    def constant_on_device(self, x: Any) -> NoReturn:
+        """Refuse copies to a device."""
+        self.refuse("it copies arrays to a device")
+
     def constant(self, x: Any) -> Any:
         """Return an array whose derivatives are zero; an argument without traced values is returned unchanged."""
         x = self.traced(x)

@@ -294,7 +294,7 @@ def scheduled(
         return None
     pairs = [(find(0, length, False), find(0, length, True)) for length in lengths]
     reverse = next((program for _, program in pairs if program is not None), None)
-    if reverse is None:
+    if reverse is None or reverse.entry.device is not None:
         return None
     known = reverse.entry.scheduled
     key = steps, schedule, *[program and program.entry for pair in pairs for program in pair]

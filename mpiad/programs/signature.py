@@ -11,6 +11,7 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Tree
 from mpiad.compiling.closure import computes_as_ndarray
 from mpiad.pytrees import FIELDS, LEAF_TYPES, flatten
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 _boxes = Box.types
 MOST = 2**62
@@ -68,9 +69,15 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     traced: list[int] = []
     key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, np.ndarray) and computes_as_ndarray(type(leaf)) or type(leaf) in _boxes:
+        if isinstance(leaf, np.ndarray) and computes_as_ndarray(type(leaf)):
             traced.append(place)
-            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+            key.append((leaf.shape, leaf.dtype))
+            continue
+        if type(leaf) in _boxes or is_device_array(leaf):
+            traced.append(place)
+            arrays = arrays_of(getval(leaf))
+            kind = (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ()
+            key.append(kind if arrays is None else (*kind, arrays))
             continue
         integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < MOST
         is_plain = type(leaf).__module__ in ("builtins", "numpy")  # a user's subclass may have methods

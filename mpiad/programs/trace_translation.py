@@ -53,6 +53,7 @@ from mpiad.programs.traced_array import (
     take,
     with_entries,
 )
+from mpiad.transport.devices.device_arrays import is_device_array
 
 # Functions of Python's integers that loops compute with floats; see `number_conditions`.
 _OF_INTEGERS = PYTHON_OPERATORS.keys() - {np.true_divide, np.power}
@@ -63,7 +64,12 @@ def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]], kept: Iterabl
     made = _Translation(recorder)
     for step in recorder.steps:
         made.step(step)
-    made.program.outputs, made.program.kept = made.outputs([x for part in parts for x in part]), frozenset(kept)
+    outputs = [x for part in parts for x in part]
+    made.program.outputs = made.outputs(outputs)
+    if recorder.device is None:
+        made.program.kept = frozenset(kept)
+    else:  # outputs that only other programs read are new arrays, too
+        made.program.on_host = {made.nodes[number] for number in recorder.on_host & made.nodes.keys()}
     made.program.ends = list(accumulate(map(len, parts)))[:-1]
     return made.program if recorder.exact else with_sums_absorbed(made.program)
 
@@ -75,7 +81,8 @@ class _Translation:
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()
-        self.nodes: dict[int, int] = {}
+        self.program.device = recorder.device
+        self.nodes: dict[int, int] = {number: self.program.constant(x) for number, x in recorder.captured.items()}
         self._floats: dict[int, int] = {}  # see `_as_float`
         self._is_single = any(dtype in (np.float32, np.complex64) for _, dtype in recorder.specs)
         for number in recorder.inputs:
@@ -113,9 +120,10 @@ class _Translation:
         """Append a call that checks indices; those of a constant are checked now."""
         program, node = self.program, self.program.nodes[n]
         dtype = np.dtype(np.int32 if length < 2**31 else np.int64)
-        if node.kind == "constant":
+        if node.kind == "constant" and not is_device_array(program.constants[node.data]):
             return program.constant(checked_indices(program.constants[node.data], length, dtype, *uses))
-        call = Step("call", checked_indices, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
+        checked = checked_indices if program.device is None else wrapped_indices
+        call = Step("call", checked, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
         return program.add("call", [n], node.shape, dtype, call)
 
     def indices(self, x: Any, length: int, use: int | None) -> int:
@@ -201,6 +209,8 @@ class _Translation:
             node = self.program.nodes[x.number]
             if node.dtype.kind in "iu" and node.kind == "constant":
                 whole = self.program.constants[node.data]
+                if is_device_array(whole):
+                    raise Unsupported
                 if np.abs(whole, dtype=float).max(initial=0) > MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
@@ -327,6 +337,11 @@ def checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | N
                 np.broadcast_to(np.int8(0), (*[1] * axis, length))[(*[slice(None)] * axis, indices)]
         wide = np.where(wide < 0, wide + length, wide)
     return wide.astype(dtype)
+
+
+def wrapped_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | None) -> Array:
+    """Return indices on a device from 0 to length - 1; as in CuPy, others are taken modulo the length."""
+    return np.remainder(indices, max(length, 1)).astype(dtype)
 
 
 def _scale(t: _Translation, x: Array, dtype: np.dtype) -> Value:
@@ -464,6 +479,7 @@ def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
 
 
 def _added_at(t: _Translation, x: Array, key: Index, values: Array) -> Value:
+    _require_host(t)
     axis, index = _array_in(key)
     indices = t.indices(index, _computed(x).shape[axis], axis)
     whole = t.array(values).broadcast_to((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
@@ -472,7 +488,14 @@ def _added_at(t: _Translation, x: Array, key: Index, values: Array) -> Value:
     return sums if node.kind == "number" and not node.data else t.computed(np.add, x, sums)
 
 
+def _require_host(t: _Translation) -> None:
+    """Raise Unsupported on a device, where sums of segments in a loop would be atomic; the functions have a fixed order."""
+    if t.program.device is not None:
+        raise Unsupported
+
+
 def _segment_sum(t: _Translation, x: Array, index: Value, count: int) -> Value:
+    _require_host(t)
     return t.value(t.program.segment_sum(_computed(x).number, t.indices(index, count, None), 0, count))
 
 

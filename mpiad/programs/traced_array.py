@@ -30,7 +30,7 @@ from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import COMPOSED, COMPOSITIONS, substitute
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
-from mpiad.transport.devices.device_arrays import register_arrays
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_device_array, register_arrays
 
 # The data of a trace: its steps, and traced arrays.
 
@@ -124,9 +124,11 @@ def hides_traced(x: Any, most: int = _MOST_OBJECTS) -> bool:
     return False
 
 
-def on_host(params: Any) -> Any:
-    """Return the parameters of an operation with specs of NumPy arrays instead of specs of traced arrays."""
-    return replaced(params, Spec, lambda spec: spec._replace(arrays=None))
+def untraced(params: Any, device: ArrayModule | None = None) -> Any:
+    """Return the parameters of an operation with specs of arrays on the host, or a device, instead of traced arrays."""
+    return replaced(
+        params, Spec, lambda spec: spec._replace(arrays=device) if isinstance(spec.arrays, _TracedArrays) else spec
+    )
 
 
 def replaced(params: Any, kind: type, leaf: Callable[[Any], object]) -> Any:
@@ -490,26 +492,34 @@ def take(x: Array, key: Index) -> Array:
 
 def cast(x: Array, dtype: np.dtype) -> Array:
     """Return x, an array or a number of Python, in another dtype."""
-    return np.asarray(x).astype(dtype)
+    return (x if is_device_array(x) else np.asarray(x)).astype(dtype)
 
 
 def with_entries(x: Array, key: Index, value: Array) -> Array:
     """Return a copy of x with entries set."""
-    made = np.array(x)
+    made = x.copy() if is_device_array(x) else np.array(x)
     made[key] = value
     return made
 
 
+def number_on_host(x: Array) -> Array:
+    """Return an array of shape () as a number on the host."""
+    arrays = arrays_of(x)
+    return x if arrays is None else arrays.to_host(x)[()]
+
+
 def added_at(x: Array, idx: Index, values: Array) -> Array:
     """Return a copy of x with values added at an index, in which entries may be repeated."""
-    total = x.copy()
-    np.add.at(total, idx, values)
+    total, arrays = x.copy(), arrays_of(x)
+    np.add.at(total, idx, values) if arrays is None else arrays.add_at(total, idx, values)
     return total
 
 
-def scale_of(x: Array, dtype: np.dtype) -> np.floating:
+def scale_of(x: Array, dtype: np.dtype) -> Array:
     """Return the power of two by which x is multiplied before its reciprocal is computed; 1 unless x is huge or tiny."""
     small, large = np.finfo(dtype).tiny, 1 / np.finfo(dtype).tiny
+    if is_device_array(x):
+        return np.where(abs(x) > large, 1 / 16, np.where(abs(x) < small, 2.0**64, 1.0)).astype(dtype)
     return dtype.type(1 / 16 if abs(x) > large else 2.0**64 if abs(x) < small else 1)
 
 
@@ -572,7 +582,15 @@ class _TracedArrays:
     def copy(self, x: Array) -> Array:
         return x.copy()
 
-    to_host = to_device = contiguous
+    def to_device(self, x: Array) -> Array:
+        return x if self.recorder.device is None else self.recorder.capture(x)
+
+    def to_host(self, x: Array) -> Array:
+        if self.recorder.device is None:
+            return x
+        if x.shape:
+            self.recorder.refuse("it copies arrays to the host, and programs for devices copy numbers only")
+        return self.recorder.call(number_on_host, (x,), {})
 
 
 def _arrays_of(x: Any) -> Any:

@@ -24,6 +24,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
+from autograd.builtins import SequenceVSpace
 from autograd.core import VSpace, vspace
 from autograd.tracer import Box, new_box, notrace_primitives
 
@@ -40,7 +41,7 @@ from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.residuals import chosen
 from mpiad.programs.signature import Arguments
-from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host, take
+from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, take, untraced
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
@@ -129,7 +130,7 @@ class ProgramTape(OrderedTape):
         own, steps = [k for k, _ in pairs], self.recorder.steps
         args = tuple([None if k in own else self._argument(x) for k, x in enumerate(args)])
         # The parameter of a wait is a request, the result of an earlier call.
-        params = self._argument(params) if isinstance(params, (dict, Request)) else on_host(params)
+        params = self._argument(params) if isinstance(params, (dict, Request)) else untraced(params, self.recorder.device)
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
         node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
@@ -221,8 +222,9 @@ class Evaluation:
     def inputs(self) -> list[Array]:
         """Return new inputs."""
         old, recorder = self._program.recorder, self._recorder
-        specs = [(Spec(*old.specs[x.number]), x.number in old.weak) for x, _ in self._program.inputs]
-        return [recorder.input(like(spec), weak) for spec, weak in specs]  # type: ignore[union-attr]
+        numbers = [x.number for x, _ in self._program.inputs]
+        flags = [(Spec(*old.specs[k]), k in old.weak, k in old.on_host) for k in numbers]
+        return [recorder.input(like(spec), weak, is_on_host) for spec, weak, is_on_host in flags]  # type: ignore[union-attr]
 
     def run(self, inputs: Sequence[Array], call: Callable[..., Any] | None = None) -> list[Array]:
         """Return the outputs of the program; `call` replaces the method `called`."""
@@ -329,18 +331,28 @@ class Evaluation:
         if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
             space: Any = x
             if self._recorder is None:
-                return vspace(np.empty(space.shape, space.dtype))
+                return vspace(Spec(space.shape, space.dtype, old.device).empty())
             x = copy(x)
             x.arrays = type(space.arrays)(self._recorder)
+        elif isinstance(x, SequenceVSpace):
+            x = copy(x)
+            x.shape = [self._constant(part) for part in x.shape]
         return x
 
     def _value(self, number: int) -> Any:
         """Return the new value for one of the old trace; if necessary, its step is repeated."""
+        captured = self._program.recorder.captured
+        if number not in self._known and number in captured:
+            x, device = captured[number], self._program.recorder.device
+            if self._recorder is not None:
+                x = self._recorder.capture(x)
+            self._known[number] = device.to_device(x) if isinstance(x, np.ndarray) else x  # type: ignore[union-attr]
         if number not in self._known:
             step, weak, recorder = self._steps[number], self._program.recorder.weak, self._recorder
             args, kwargs = mapped(step.args, self._constant), mapped(step.kwargs, self._constant)
             if recorder is None:
-                made = step.fun(*args, **kwargs)
+                device = self._program.recorder.device
+                made = (device.full if step.fun is np.full and device is not None else step.fun)(*args, **kwargs)
             else:
                 if step.kind != "call":
                     recorder.refuse(f"a derivative uses the result of {step.fun} as a constant")
@@ -369,7 +381,8 @@ def _with_reverse_pass(
     recorder: Recorder, evaluation: Evaluation, inputs: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
 ) -> list[list[Array]]:
     """Record an evaluation and its reverse pass; `seeded` is called between them, with the cotangents of the results."""
-    specs = [_spec(inputs[k]) for k in inner]
+    # On a device, zeros are made by the trace, on the host by NumPy.
+    specs = [_spec(inputs[k]) if recorder.device is None else Spec.of(_innermost(inputs[k])) for k in inner]
     with OrderedTape() as tape:
         for k in inner:
             inputs[k] = tape.variable(inputs[k])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import cupy
@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Buffer, Scalar, Shape
+
+# Of a graph: capturing and instantiating more at once takes memory and time that grow with their number.
+_MOST_KERNELS = 1000
 
 
 class CupyArrays:
@@ -113,6 +116,10 @@ class CupyArrays:
         """Return the address on the device."""
         return x.data.ptr if x.size else 0
 
+    def stream(self) -> int:
+        """Return the address of the current stream."""
+        return int(cupy.cuda.get_current_stream().ptr)
+
 
 @cache
 def on_device(device: int) -> CupyArrays:
@@ -158,6 +165,31 @@ class CupyLauncher:
         given = tuple([np.uintp(0) if x is None else x for x in arguments])
         with self._arrays.current():
             kernel.function((blocks,), (threads,), given)
+
+    def sequence(self, launches: Sequence[tuple[Any, int, int, Sequence[object]]]) -> Callable[[], None]:
+        """Return a function that queues kernels: several ones as graphs of at most `_MOST_KERNELS`."""
+        if len(launches) == 1:
+            return partial(self.launch, *launches[0])
+        parts = [launches[k : k + _MOST_KERNELS] for k in range(0, len(launches), _MOST_KERNELS)]
+        graphs = [self._graph(part) for part in parts]
+
+        def queue() -> None:
+            with self._arrays.current():
+                for graph in graphs:
+                    graph.launch()
+
+        return queue
+
+    def _graph(self, launches: Sequence[tuple[Any, int, int, Sequence[object]]]) -> Any:
+        """Return the graph of kernels, which is captured on a stream of its own and runs on the current one."""
+        with self._arrays.current(), cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                for one in launches:
+                    self.launch(*one)
+            finally:
+                graph = stream.end_capture()
+        return graph
 
     def free_bytes(self) -> int:
         """Return the sum of the free memory of the device and the unused memory of CuPy's pool."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -106,6 +106,10 @@ class ArrayModule(Protocol):
 
     def pointer(self, x: Array) -> int:
         """Return the address of the first element on the device, 0 for an empty array."""
+        ...
+
+    def stream(self) -> Hashable:
+        """Return what identifies the current stream of the thread."""
         ...
 
 
@@ -255,6 +259,13 @@ def copied(array: Array) -> Array:
     return result(array.copy()) if arrays is None else arrays.copy(array)
 
 
+def equal_on_device(x: Array, y: Array) -> bool:
+    """Return whether two arrays of the same shape and dtype on a device have the same bytes."""
+    arrays: ArrayModule = arrays_of(x)  # type: ignore[assignment]
+    x, y = (arrays.contiguous(each).reshape(-1).view(np.uint8) for each in (x, y))
+    return bool(arrays.to_host(np.all(x == y)))
+
+
 def contiguous(array: Array) -> Array:
     """Return an array with the same values on the same device, C-contiguous; without a copy if possible."""
     arrays = arrays_of(array)
@@ -284,6 +295,10 @@ class DeviceKernel(Protocol):
     local_bytes: int  # memory per thread for values that don't fit into registers
 
 
+# The arguments of `Launcher.launch`.
+Launch: TypeAlias = tuple[DeviceKernel, int, int, Sequence[object]]
+
+
 class Launcher(Protocol):
     """Compiler and launcher of kernels on one device."""
 
@@ -295,6 +310,10 @@ class Launcher(Protocol):
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[object]) -> None:
         """Queue a kernel with C-contiguous device arrays, None (null pointer), int, float or NumPy scalars."""
+
+    def sequence(self, launches: Sequence[Launch]) -> Callable[[], None]:
+        """Return a function that queues kernels one after the other, each with the arguments of `launch`."""
+        ...
 
     def free_bytes(self) -> int:
         """Return the bytes of device memory that can still be allocated."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.c_translation import c_statements
+from mpiad.compiling.c_translation import PRELUDE, c_statements
 from mpiad.compiling.folding import (
     Expression,
     Variables,
@@ -51,30 +51,16 @@ from mpiad.ensemble.compiled.step_kernel import (
 )
 from mpiad.ensemble.outcome import ReturnCode
 
-# Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
-_PRELUDE = """
+# Definitions for both kernels, after those for all kernels.
+_DEFINITIONS = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define KERNEL extern "C" __global__ void
-#define INLINE static __device__ __forceinline__
 #define NEXT(count) ((long long)atomicAdd((unsigned long long*)(count), 1ULL))
 // Without the comparison, the atomic operations of all threads on one address would take as long as the solve.
 #define LARGEST(most, value) \\
     (value > *(volatile long long*)(most) ? atomicMax((unsigned long long*)(most), (unsigned long long)value) : 0)
-#define EACH(i, n) \\
-    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
-#ifndef INFINITY
-#define INFINITY __longlong_as_double(0x7ff0000000000000LL)
-#endif
-#ifndef NAN
-#define NAN __longlong_as_double(0x7ff8000000000000LL)
-#endif
 #else
-#include <math.h>
-#define KERNEL extern "C" void
-#define INLINE static inline
 #define NEXT(count) ((*(count))++)
 #define LARGEST(most, value) (value > *(most) ? (*(most) = value) : 0)
-#define EACH(i, n) for (long long i = 0; i < n; ++i)
 #endif
 
 // NaN if either argument is NaN.
@@ -105,7 +91,7 @@ _ELEMENTS = """
 
 def prelude(spec: KernelSpec) -> str:
     """Return the definitions before the functions of the problem and the kernel."""
-    return f"{_PRELUDE}typedef {'float' if spec.single else 'double'} real;\n{_ELEMENTS}"
+    return f"{PRELUDE}{_DEFINITIONS}typedef {'float' if spec.single else 'double'} real;\n{_ELEMENTS}"
 
 
 # The arguments of both kernels, up to those of the forward kernel for the start.

@@ -1,0 +1,263 @@
+"""The loops of a program for device arrays: kernels in CUDA C++, in which a thread computes one entry.
+
+The statements of a loop's body are those of the loop on the host (see `loops`), translated to C++. A kernel reads the
+addresses of its buffers from memory on the device, `words`, so that neither its arguments nor a graph of launches change
+when arrays are at other addresses.
+
+A reduction has several kernels. In the first one, each thread combines the entries of a chunk; each further kernel combines
+results of the one before, until one is left for each entry of the result. So the order of the operations is fixed for a
+shape, and no kernel needs a barrier or atomic operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.compiling.arguments import address_of
+from mpiad.compiling.c_translation import PRELUDE, c_lines
+from mpiad.compiling.program import OPERATIONS
+from mpiad.compiling.source import indented, number
+from mpiad.compiling.strided_updates import StridedUpdate
+from mpiad.programs.array_program import parts_of
+from mpiad.programs.fusion import Schedule, root_of
+from mpiad.programs.loops import FIRST, Box, Known, LoopBody, LoopText
+from mpiad.programs.memory_plan import Allocation
+from mpiad.transport.devices.device_arrays import DeviceKernel, Launcher
+
+_log = logging.getLogger("mpiad")
+
+# Products and sums are rounded one by one, as on the host.
+OPTIONS = ("--std=c++14", "--fmad=false")
+THREADS = 256  # per block
+# Functions for indices that are moved into the bounds of an array, and the number of registers at which four blocks run at
+# the same time on a multiprocessor.
+_DEFINITIONS = f"""
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define BOUNDED __launch_bounds__({THREADS}, 4)
+#else
+#define BOUNDED
+#endif
+INLINE long long larger(long long a, long long b) {{ return a > b ? a : b; }}
+INLINE long long smaller(long long a, long long b) {{ return a < b ? a : b; }}
+"""
+_ELEMENTS = {
+    "?": "bool", "b": "signed char", "h": "short", "i": "int", "l": "long long", "q": "long long", "B": "unsigned char",
+    "H": "unsigned short", "I": "unsigned int", "L": "unsigned long long", "Q": "unsigned long long", "f": "float",
+    "d": "double", "F": "float", "D": "double",
+}  # fmt: skip
+# Of a reduction: the number of partial results of the first kernel, the number of them that a thread combines in later
+# ones, and the number of entries up to which one thread combines all.
+_PARTIAL, _COMBINED, _FEW = 1 << 16, 64, 64
+_MOST_INT = 2**31
+
+
+class LoopKernel(NamedTuple):
+    """A kernel of a loop; `body`: its statements; `threads`: their number."""
+
+    body: str
+    threads: int
+
+    @classmethod
+    def of(cls, head: Sequence[str], threads: int, lines: Sequence[str]) -> LoopKernel:
+        """Return a kernel with declarations, and the statements of a thread, whose number is `thread`."""
+        each = [f"    EACH(thread, {threads}) {{", *indented([*lines], 2), "    }", "#undef real"]
+        return cls("\n".join([*head, *each]), threads)
+
+    def text(self, name: str, is_bounded: bool = True) -> str:
+        """Return the function of the kernel; `is_bounded`: whether its number of registers is limited."""
+        return f"KERNEL {'BOUNDED ' * is_bounded}{name}(const long long* words) {{\n{self.body}\n}}\n"
+
+
+def compiled(kernels: Sequence[LoopKernel], launcher: Launcher) -> list[DeviceKernel]:
+    """Compile the kernels of a program in one module, alike ones once; those that would spill registers in another one."""
+    made: dict[str, DeviceKernel] = {}
+    for is_bounded in (True, False):
+        names = {
+            body: f"loop{k}" for k, body in enumerate(dict.fromkeys(one.body for one in kernels if one.body not in made))
+        }
+        texts = [LoopKernel(body, 0).text(name, is_bounded) for body, name in names.items()]
+        text = "\n".join([PRELUDE + _DEFINITIONS, *texts])
+        for body, name in names.items():
+            kernel = launcher.compiled(text, name, OPTIONS)
+            if not (is_bounded and kernel.local_bytes):
+                made[body] = kernel
+            if not is_bounded and kernel.local_bytes:
+                _log.info("jit: a kernel needs %s bytes of local memory per thread:\n%s", kernel.local_bytes, body)
+    return [made[kernel.body] for kernel in kernels]
+
+
+class Chunks(NamedTuple):
+    """How a reduction is divided: the axes of the result in the loop, the entries of the result, and the chunks of each."""
+
+    kept: list[int]
+    results: int
+    counts: list[int]  # by kernel
+
+
+class DeviceLoop(LoopText):
+    """The loop at step `at` of a schedule, as kernels for a device."""
+
+    def __init__(self, schedule: Schedule, at: int):
+        self._renamed: dict[str, int] = {}  # the buffers of arrays that overwrite other ones, by name
+        super().__init__(schedule, at, False)
+
+    def _write(self, inside: Box, rows: Array | None, edges: Array | None) -> None:
+        self.boxes, self.lanes = (), 0
+        shape, sums = self.loop.shape, [f"s{k}" for k in range(len(self.folds))]
+        is_empty = not math.prod(shape) or any(hi <= lo for lo, hi in inside)
+        around: Known = [None] * len(shape)
+        boxes: list[Known] = [*[inside] * (not is_empty), *[around] * (rows is not None or edges is not None)]
+        bodies = [c_lines([*LoopBody(self, box).text(), *self._combined()], sums) for box in boxes]
+        self._entry = bodies[0] if bodies else list[str]()  # the statements for an entry, whose indices are known
+        if len(bodies) > 1:
+            tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(inside) if lo]
+            tests += [f"i{k} < {hi}" for k, (_, hi) in enumerate(inside) if hi < shape[k]]
+            first, second = map(indented, bodies)
+            self._entry = [f"if ({' && '.join(tests)}) {{", *first, "} else {", *second, "}"]
+        targets = [self.entry(*fold.place, part) for fold, part in self.folds]
+        self._targets = c_lines([f"{target} = {x}" for target, x in zip(targets, sums)])
+
+    def _combined(self) -> list[str]:
+        """Return the lines that combine the values f0, f1, ... with the results s0, s1, ..."""
+        names = [OPERATIONS[fold.reduction].text for fold, _ in self.folds]
+        return [f"s{k} = {text.format(f's{k}', f'f{k}')}" for k, text in enumerate(names)]
+
+    def overwrite(self, c: int, b: int) -> None:
+        """Store array b in buffer c, whose entries the loop reads at the indices at which it writes b."""
+        self._renamed[self.buffers.pop(b)] = c
+        self.written = self.written - {b} | {c}
+
+    @property
+    def text(self) -> str:
+        """The kernels, as they are without padded rows."""
+        return "\n".join(kernel.text(f"loop{k}") for k, kernel in enumerate(self.kernels({})))
+
+    @property
+    def partial(self) -> int:
+        """The number of partial results for which the kernels need memory."""
+        chunks = self._chunks()
+        return len(self.folds) * chunks.results * sum(chunks.counts[:-1])
+
+    def kernels(self, allocations: Mapping[int, Allocation]) -> list[LoopKernel]:
+        """Return the kernels; `allocations`: the places of the temporary buffers."""
+        shape, head = self.loop.shape, self._declarations(allocations)
+        entries = math.prod(shape)
+        if not entries:
+            return []
+        if not self.folds:
+            lines = [*_decomposed("thread", dict(enumerate(shape))), *self._entry]
+            return [LoopKernel.of(head, entries, lines)]
+        chunks = self._chunks()
+        made, place = [LoopKernel.of(head, chunks.results * chunks.counts[0], self._first(chunks))], 0
+        for before, after in zip(chunks.counts, chunks.counts[1:]):
+            lines = self._next(chunks, before, after, place)
+            made.append(LoopKernel.of(head, chunks.results * after, lines))
+            place += len(self.folds) * chunks.results * before
+        return made
+
+    def _chunks(self) -> Chunks:
+        shape, sources = self.loop.shape, {axis.source for fold, _ in self.folds for axis in fold.place.map}
+        kept = [k for k in range(len(shape)) if k in sources]
+        results = math.prod([shape[k] for k in kept])
+        combined, counts = math.prod(shape) // max(results, 1), [1]
+        if combined > _FEW and results < _PARTIAL:
+            counts = [max(min(-(-combined // 8), _PARTIAL // results), 1)]
+            while counts[-1] > 1:
+                counts.append(-(-counts[-1] // _COMBINED))
+        return Chunks(kept, results, counts)
+
+    def _first(self, chunks: Chunks) -> list[str]:
+        """Return the statements of a thread that combines the entries of a chunk."""
+        shape, (kept, results, (count, *_)) = self.loop.shape, chunks
+        others = {k: n for k, n in enumerate(shape) if k not in kept}
+        # Neighboring threads read neighboring entries.
+        by_chunks = bool(shape) and len(shape) - 1 in others
+        places = f"result = thread {f'/ {count}' if by_chunks else f'% {results}'}"
+        places += f", chunk = thread {f'% {count}' if by_chunks else f'/ {results}'}"
+        entries = f"for (long long q = chunk; q < {math.prod(others.values())}; q += {count}) {{"
+        lines = [*_decomposed("q", others), *self._entry]
+        return [*self._begun(places, chunks), entries, *indented(lines), "}", *self._ended(chunks, count, 0)]
+
+    def _next(self, chunks: Chunks, before: int, after: int, start: int) -> list[str]:
+        """Return the statements of a thread that combines `before` partial results, from place `start`, into `after`."""
+        results, folds = chunks.results, range(len(self.folds))
+        lines = self._begun(f"result = thread % {results}, chunk = thread / {results}", chunks)
+        lines.append(f"for (long long q = chunk; q < {before}; q += {after}) {{")
+        lines += [f"    const double f{k} = w[{start + k * results * before} + q * {results} + result];" for k in folds]
+        lines += [*indented(c_lines(self._combined(), [f"s{k}" for k in folds])), "}"]
+        return lines + self._ended(chunks, after, start + len(folds) * results * before)
+
+    def _begun(self, places: str, chunks: Chunks) -> list[str]:
+        """Return the declarations of a thread that combines entries of a result."""
+        lines = [f"const long long {places};", *_decomposed("result", {k: self.loop.shape[k] for k in chunks.kept})]
+        firsts = [f"s{k} = {number(FIRST[fold.reduction])}" for k, (fold, _) in enumerate(self.folds)]
+        return lines + [f"double {line}" for line in c_lines(firsts, [f"s{k}" for k in range(len(firsts))])]
+
+    def _ended(self, chunks: Chunks, count: int, place: int) -> list[str]:
+        """Return the statements that store what a thread has combined: the result if it is the only chunk."""
+        if count == 1:
+            return self._targets
+        places = [f"{place + k * chunks.results * count} + chunk * {chunks.results}" for k in range(len(self.folds))]
+        return [f"w[{place} + result] = s{k};" for k, place in enumerate(places)]
+
+    def _declarations(self, allocations: Mapping[int, Allocation]) -> list[str]:
+        """Return the lines that declare the arrays of a kernel."""
+        buffers, places = self.schedule.buffers, {b: k for k, b in enumerate(self.buffers)}
+        lines = [f"#define real {_ELEMENTS[np.dtype(self.real).char]}"]
+        for name, b in (*((name, b) for b, name in self.buffers.items()), *self._renamed.items()):
+            found, root = buffers[b], root_of(buffers, b)
+            kind, shape = _ELEMENTS[found.dtype.char], found.shape
+            lines.append(f"    {kind}* {name} = ({kind}*)words[{places[b]}];")
+            if len(shape) > 1:
+                is_padded = root in allocations and buffers[root].shape == shape
+                pitch = (allocations[root].pitch if is_padded else shape[-1]) * parts_of(found.dtype)
+                lines += [f"#undef {name}", _macro(name, shape, pitch)]
+        return [*lines, *[f"    double* w = (double*)words[{len(places)}];"] * bool(self.folds)]
+
+
+def _decomposed(flat: str, lengths: Mapping[int, int]) -> list[str]:
+    """Return the declarations of indices along axes of these lengths, from the number of an entry."""
+    kind = "int" if math.prod(lengths.values()) < _MOST_INT else "long long"
+    lines, inner, axes = list[str](), 1, list(lengths)
+    for k in reversed(axes):
+        text = f"({kind}){flat}" if inner == 1 else f"({kind}){flat} / {inner}"
+        lines.append(f"const {kind} i{k} = {text}{'' if k == axes[0] else f' % {lengths[k]}'};")
+        inner *= lengths[k]
+    return lines
+
+
+def _macro(name: str, shape: Shape, pitch: int) -> str:
+    """Return the macro of the entries of an array whose rows are `pitch` numbers apart."""
+    *rows, last = [f"i{k}" for k in range(len(shape))]
+    wide = "(long long)" if math.prod(shape[:-1]) * pitch >= _MOST_INT else ""
+    terms = [f"{wide}({i}) * {math.prod(shape[k + 1 : -1]) * pitch}" for k, i in enumerate(rows)]
+    return f"#define {name}({', '.join([*rows, last])}) {name}[{' + '.join([*terms, f'({last})'])}]"
+
+
+def kernels_of_updates(steps: Sequence[StridedUpdate], memory: Array) -> list[LoopKernel]:
+    """Return kernels that do what updates of parts of an array do, given the memory of an array like it on the host."""
+    made = []
+    for update in steps:
+        out, x, numbers, factors = update.arrays
+        real, (lengths, *strides) = out.real.dtype, numbers.reshape(3, -1).tolist()
+        firsts = [(address_of(each) - address_of(memory)) // real.itemsize for each in (out, x)]
+        target, source = [
+            " + ".join([str(first), *(f"i{k} * {n}LL" for k, n in enumerate(by) if n)])
+            for first, by in zip(firsts, strides)
+        ]
+        kind, (factor, value) = _ELEMENTS[real.char], [number(float(each), real == np.float32) for each in factors]
+        # Values from outside of the array are one number.
+        is_part = 0 <= firsts[1] < memory.nbytes // real.itemsize
+        read = "x" if is_part else number(float(x.real.flat[0]), real == np.float32)
+        lines = [*_decomposed("thread", dict(enumerate(lengths))), *[f"const {kind} x = a[{source}];"] * is_part]
+        lines += c_lines([f"y = {factor} * {read}" + f" + {value}" * (not update.adds)])
+        lines.append(f"a[{target}] {'+' * update.adds}= y;")
+        head = [f"#define real {kind}", f"    {kind}* a = ({kind}*)words[0];"]
+        made.append(LoopKernel.of(head, math.prod(lengths), lines))
+    return made

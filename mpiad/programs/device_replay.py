@@ -1,0 +1,353 @@
+"""Replays of programs for device arrays: kernels on a device, and Python's calls between them.
+
+The schedule is that of the host (see `fusion`), with other loops (see `device_loops`). All kernels between two calls of
+Python are queued together, on the device as one graph. They read the addresses of arrays, and numbers among the arguments,
+from `words` on the device, which are copied there if they have changed since the last run. Nothing else is copied.
+
+A replay belongs to the stream on which it was first used, so that two streams never share its buffers. Results are new
+arrays; scratch memory is taken from the device's pool in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.compiling.strided_updates import StridedUpdate
+from mpiad.programs.array_program import COMPUTED, ArrayProgram, Node, Slot
+from mpiad.programs.device_loops import THREADS, DeviceLoop, LoopKernel, compiled, kernels_of_updates
+from mpiad.programs.device_words import Words
+from mpiad.programs.fusion import Loop, Run, Schedule, root_of
+from mpiad.programs.interpretation import logged
+from mpiad.programs.message_numbers import MessageNumbers, is_numbered
+from mpiad.programs.replay import Changed, Replays, call_at, is_checked
+from mpiad.programs.traced_array import Step, mapped
+from mpiad.transport.devices.device_arrays import ArrayModule, Launch, is_device_array, launcher_of
+
+_PARTIAL = -1  # in place of a buffer: the partial results of sums
+
+
+class DeviceReplays(Replays):
+    """The replays of a program for device arrays, by stream."""
+
+    def __init__(self, schedule: Schedule, device: ArrayModule):
+        self.device, self.launcher = device, launcher_of(device)
+        self._constants: dict[int, Array] = {}
+        super().__init__(schedule)
+
+    def _text(self, at: int) -> DeviceLoop:
+        return DeviceLoop(self.schedule, at)
+
+    def compile(self) -> None:
+        """Compile the kernels."""
+        of_loops = [self._kernels_of(at) for at in range(len(self.texts))]
+        made = iter(compiled([kernel for kernels in of_loops for kernel in kernels], self.launcher))
+        self.launches = [[(next(made), one) for one in each] for each in of_loops]
+
+    def _kernels_of(self, at: int) -> list[LoopKernel]:
+        """Return the kernels of a step; none for a call of Python."""
+        if (text := self.texts[at]) is not None:
+            return text.kernels(self.allocations)
+        if not self.schedule.steps[at].in_place:
+            return []
+        root = root_of(self.schedule.buffers, self.schedule.steps[at].inputs[0])
+        found, allocation = self.schedule.buffers[root], self.allocations[root]
+        memory = np.empty(prod(found.shape[:-1]) * allocation.pitch * found.dtype.itemsize, np.uint8)
+        call: Step = self.schedule.nodes[self.schedule.steps[at].node].data
+        array = allocation._replace(start=0).array(memory, found.shape, found.dtype)
+        steps = getattr(call.fun.in_place.prepared(array, *call.args[1:]), "linked", None) or ()
+        is_local = all(isinstance(step, StridedUpdate) for step in steps)
+        return kernels_of_updates(steps, memory) if is_local else []
+
+    def take(self) -> DeviceReplay:
+        """Return an unused replay for the current stream."""
+        stream = self.device.stream()
+        try:
+            return self.free.setdefault(stream, []).pop()
+        except IndexError:
+            return DeviceReplay(self, stream)
+
+    def lease(self) -> DeviceLease:
+        """Take a replay, which is given back when nothing refers to the lease any more."""
+        return DeviceLease(self.take())
+
+    def give_back(self, replay: Any) -> None:
+        """Mark a replay as unused."""
+        self.free[replay.stream].append(replay)
+
+    def empty(self, what: str, shape: Shape, dtype: DTypeLike = np.uint8) -> Array:
+        """Return a new array on the device."""
+        try:
+            return self.device.empty(shape, dtype)
+        except MemoryError as error:
+            nbytes = prod(shape) * np.dtype(dtype).itemsize
+            raise MemoryError(
+                f"jit: a program needs {nbytes:,} bytes on {self.device.name} device {self.device.device} for {what}: "
+                f"{self.launcher.free_bytes():,} are free. Use smaller blocks, or for a loop in time scan with checkpoints."
+            ) from error
+
+    def constant(self, place: int) -> Array:
+        """Return a constant of the program; one from the host is copied to the device once."""
+        found = self.schedule.program.constants[place]
+        if is_device_array(found):
+            return found
+        if place not in self._constants:
+            self._constants[place] = self.device.to_device(np.ascontiguousarray(found))
+        return self._constants[place]
+
+
+def replays_of(program: ArrayProgram) -> Replays:
+    """Return the replays of a program for arrays on the host or on a device."""
+    schedule = Schedule(program)
+    return Replays(schedule) if program.device is None else DeviceReplays(schedule, program.device)
+
+
+class DeviceLease:
+    """Gives back a replay when nothing refers to it any more."""
+
+    def __init__(self, replay: DeviceReplay):
+        self.replay = replay
+
+    def __del__(self) -> None:
+        self.replay.replays.give_back(self.replay)
+
+
+class _Part(NamedTuple):
+    """What a run of a part of a program does: it binds the buffers `touched`, runs the steps, and returns the `outputs`."""
+
+    number: int
+    touched: list[int]
+    steps: list[Callable[[], object]]
+    outputs: range
+    later: set[int]  # the buffers that later parts read
+
+
+class DeviceReplay:
+    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1."""
+
+    def __init__(self, replays: DeviceReplays, stream: Hashable):
+        self.replays, self.schedule, self.stream = replays, replays.schedule, stream
+        self._device, self._buffers = replays.device, replays.schedule.buffers
+        self.nodes: list[Node] = self.schedule.program.nodes
+        self.numbers, self.log = MessageNumbers(), list[object]()
+        self._values: dict[int, Array] = {}  # by root buffer: arrays, numbers on the host, and requests
+        loops = {at: self._in_kernels(at) for at in range(len(self.schedule.steps)) if replays.launches[at]}
+        read = dict.fromkeys(b for buffers in loops.values() for b in buffers if b >= 0)
+        numbers = [b for b in read if not self._buffers[b].shape and self._buffers[b].kind in ("input", "result")]
+        self._words = Words(self._device, loops, numbers)
+        self._memory = replays.empty("arrays that it computes", (replays.own_bytes,))
+        for b, allocation in replays.allocations.items():
+            if not allocation.is_scratch:
+                self._words.store(b, self._device.pointer(self._memory) + allocation.start)
+        count = max([text.partial for text in replays.texts if text is not None], default=0)
+        self._partial = replays.empty("sums", (count,), float)
+        self._words.store(_PARTIAL, self._device.pointer(self._partial))
+        self._scratch: Array = None
+        self._scratched = [b for b, allocation in replays.allocations.items() if allocation.is_scratch]
+        self.is_numbered = any(map(self._is_numbered, self.schedule.steps))
+        ends = pairwise([0, *self.schedule.program.ends, len(self.schedule.outputs)])
+        self.first, *self.later = [partial(self._run, self._part(part, *places)) for part, places in enumerate(ends)]
+
+    def _in_kernels(self, at: int) -> list[int]:
+        """Return the buffers whose addresses the kernels of a step read, in their order."""
+        text, step = self.replays.texts[at], self.schedule.steps[at]
+        buffers = [root_of(self._buffers, b) for b in (step.inputs if text is None else text.buffers)]
+        return [*buffers, *[_PARTIAL] * (text is not None and bool(text.folds))]
+
+    def _bind(self, b: int, value: Array) -> None:
+        """Bind a buffer to an array, a number or a request of this run."""
+        found = self._buffers[b]
+        if found.dtype != object and is_device_array(value):
+            value = self._device.contiguous(value if value.dtype == found.dtype else value.astype(found.dtype))
+            if value.shape != found.shape:
+                raise ValueError(f"jit: an array of shape {value.shape} has had shape {found.shape} when it was compiled.")
+            self._words.store(b, self._device.pointer(value))
+        elif b in self._words and not self._words.store_number(b, value, found.dtype):
+            value = self._device.to_device(np.ascontiguousarray(value, found.dtype))
+            self._words.store(b, self._device.pointer(value))
+        self._values[b] = value
+
+    def _array(self, b: int) -> Array:
+        """Return the array of a buffer, in the shape of the buffer."""
+        root, shape = root_of(self._buffers, b), self._buffers[b].shape
+        allocation = self.replays.allocations.get(root)
+        if allocation is not None:
+            memory, found = self._scratch if allocation.is_scratch else self._memory, self._buffers[root]
+            value = allocation.array(memory, found.shape, found.dtype)
+        else:
+            value = self._values[root]
+        return value.reshape(shape) if is_device_array(value) and value.shape != shape else value
+
+    # ---- runs
+
+    def _part(self, number: int, start: int, end: int) -> _Part:
+        """Return what a run of a part of the program does, whose outputs are those from `start` to `end`."""
+        schedule, uses = self.schedule, self.replays.uses
+        roots = [root_of(self._buffers, b) for b in schedule.outputs]
+        used = {b for b, found in uses.items() if number in map(schedule.part, found)}
+        later = {b for b, found in uses.items() if schedule.part(found[-1]) > number} | {*roots[end:]}
+        return _Part(number, sorted(used | {*roots[start:end]}), self._steps(number), range(start, end), later)
+
+    def _steps(self, part: int) -> list[Callable[[], object]]:
+        """Return functions that queue kernels, or make a call of Python."""
+        steps, launches = list[Callable[[], object]](), list[Launch]()
+
+        def queue() -> None:
+            if launches:
+                steps.append(partial(self._launch, self.replays.launcher.sequence([*launches])))
+                launches.clear()
+
+        for at, step in enumerate(self.schedule.steps):
+            if self.schedule.part(at) != part:
+                continue
+            for kernel, source in self.replays.launches[at]:
+                launches.append((kernel, -(-source.threads // THREADS), THREADS, (self._words.of_loop(at),)))
+            if isinstance(step, Run) and not self.replays.launches[at]:
+                queue()
+                steps.append(self._in_place(at, step) if step.in_place else self._call(at, step))
+        queue()
+        return steps
+
+    def _launch(self, sequence: Callable[[], None]) -> None:
+        self._words.upload()
+        sequence()
+
+    def _run(self, part: _Part, *inputs: Array) -> list[Array]:
+        if not part.number:
+            self.log.clear()
+            if self.is_numbered:
+                self.numbers.begin()
+        if self.replays.scratch.size:
+            self._scratch = self.replays.empty("arrays that it computes", (self.replays.scratch.size,))
+            base = self._device.pointer(self._scratch)
+            for b in self._scratched:
+                self._words.store(b, base + self.replays.allocations[b].start)
+        for b in part.touched:
+            kind, shape, dtype, data, _ = self._buffers[b]
+            if kind == "input":
+                self._bind(b, inputs[data])
+            elif kind == "constant":
+                self._bind(b, self.replays.constant(data))
+            elif kind == "output":
+                self._bind(b, self.replays.empty("its results", shape, dtype))
+        for step in part.steps:
+            step()
+        made = [self._result(place) for place in part.outputs]
+        self._values = {b: x for b, x in self._values.items() if b in part.later}
+        self._scratch = None
+        return made
+
+    def _result(self, place: int) -> Array:
+        """Return an output: a new array, or a number on the host."""
+        b, program = self.schedule.outputs[place], self.schedule.program
+        value, found = self._array(b), self._buffers[b]
+        if not is_device_array(value):
+            return value if found.dtype == object else np.array(value, found.dtype)[()]
+        if program.outputs[place] in program.on_host:
+            return self._device.to_host(value)[()]
+        is_own = found.kind == "output" or found.kind == "result" and found.dtype in COMPUTED
+        return value if is_own else self._device.copy(value)
+
+    # ---- calls
+
+    def _is_numbered(self, step: Loop | Run) -> bool:
+        call = None if isinstance(step, Loop) else self.nodes[step.node].data
+        return isinstance(call, Step) and call.kind == "communicate" and is_numbered(call.args[1])
+
+    def _call(self, at: int, step: Run) -> Callable[[], None]:
+        """Return the function that makes a call, and binds its results."""
+        node = self.nodes[step.node]
+        call: Step = node.data
+        parts = {"call": (call.args, call.kwargs), "communicate": call.args, "operate": (call.args, call.kwargs)}
+        given, has_number = parts.get(call.kind, (call.args,)), self._is_numbered(step)
+        function = call_at(node.site, call.kind, call.rule) if node.kind == "communicate" else _called
+        arguments = [b for b, n in zip(step.inputs, node.inputs) if self.nodes[n].dtype != object]
+
+        def run() -> None:
+            passed = [self._argument(step, part) for part in given]
+            if has_number:
+                passed[1] = self.numbers.addressed(passed[1])
+            made = self._own(function(call.fun, *passed), [self._array(b) for b in arguments])
+            if node.kind == "communicate":
+                self._checked(at, node, made, passed[1] if has_number else None)
+            for b in step.results:
+                of = self.nodes[self._buffers[b].data]
+                self._receive(b, made[of.data] if of.kind == "item" else made, node)
+
+        return run
+
+    def _receive(self, b: int, value: Array, node: Node) -> None:
+        """Bind the result of a call, which must be as in the trace."""
+        found = self._buffers[b]
+        if node.kind == "call" and is_device_array(value) and (value.shape, value.dtype) != (found.shape, found.dtype):
+            communicates = any(other.kind == "communicate" for other in self.nodes)
+            raise Changed(value, node, None if communicates else self.log)
+        self._bind(b, value)
+
+    def _in_place(self, at: int, step: Run) -> Callable[[], object]:
+        """Return the function that runs an operator in its buffer."""
+        node, b = self.nodes[step.node], step.inputs[0]
+        call: Step = node.data
+        function, is_logged = call_at(node.site, "in place", call.rule), at <= self.replays.last_check
+        starts = call.fun.in_place.result(*call.args[1:])
+        ends = node.shape[len(node.shape) - len(starts) :]
+        result = (..., *[slice(start, start + n) for start, n in zip(starts, ends)])
+
+        def run() -> None:
+            buffer = self._array(b)
+            function(call.fun, buffer, *call.args[1:])
+            if is_logged:
+                self.log.append(logged(buffer[result]))
+
+        return run
+
+    def _checked(self, at: int, node: Node, made: Array, params: object) -> None:
+        """Log the result of a communication, and raise `Changed` if it differs from the trace (see `is_checked`)."""
+        last, call = self.replays.last_check, node.data
+        if at <= last:
+            self.log.append(made if call.kind == "communicate" and params is None else logged(made, params))
+        if is_checked(self.schedule, at):
+            if call.kind in ("settle", "opaque"):
+                found = made if call.kind == "settle" else [(x.shape, x.dtype) for x in made[:-1]]
+                differs = found != call.kwargs["expected"]
+            else:
+                differs = made.shape != node.shape or made.dtype != node.dtype
+            if differs:
+                raise Changed(made, node, self.log)
+        if at == last:
+            self.log.clear()
+
+    def _own(self, result: Tree, arguments: Sequence[Array]) -> Tree:
+        """Return the results of a call, copied if they share memory with the arguments, which is used again."""
+        if type(result) in (list, tuple):
+            return type(result)([self._own(x, arguments) for x in result])
+        if not is_device_array(result) or not result.size:
+            return result
+        first = self._device.pointer(result)
+        spans = [(self._device.pointer(x), x.nbytes) for x in arguments if is_device_array(x)]
+        return self._device.copy(result) if any(0 <= first - start < nbytes for start, nbytes in spans) else result
+
+    def _argument(self, step: Run, x: Tree) -> Tree:
+        """Return a part of the arguments of a call, with arrays and numbers in place of slots."""
+        inputs, program = self.nodes[step.node].inputs, self.schedule.program
+
+        def leaf(x: object) -> Array:
+            if not isinstance(x, Slot):
+                return x
+            n, value = inputs[x.place], self._array(step.inputs[x.place])
+            if n in program.on_host and is_device_array(value):  # a loop has computed it
+                value = self._device.to_host(value)[()]
+            return value.item() if n in program.weak and isinstance(value, np.generic) else value
+
+        return mapped(x, leaf)
+
+
+def _called(function: Function, args: Sequence[Array], kwargs: dict[str, Array]) -> Tree:
+    return function(*args, **kwargs)
