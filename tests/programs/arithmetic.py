@@ -11,17 +11,27 @@ import numpy as np
 from programs.steps import LENGTH
 
 import mpiad
+import mpiad.device.numpy as device_numpy
+
+ON_DEVICES = []
+"""The module of the stand-in for devices, if the arrays of programs are there."""
+
+
+def placed(x):
+    """Return an array, or number, where programs have their arrays."""
+    return mpiad.device.to_device(x, like=ON_DEVICES[0].on_device(0.0)) if ON_DEVICES else x
 
 
 def on_arrays(single):
     """Return the functions that act on arrays."""
     real = np.float32 if single else np.float64
+    joining = device_numpy if ON_DEVICES else anp
     return SimpleNamespace(
         sin=anp.sin, cos=anp.cos, exp=anp.exp, tanh=anp.tanh, real=anp.real, imag=anp.imag, conj=anp.conj,
-        concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum,
+        concatenate=joining.concatenate, stack=joining.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum,
         rot90=anp.rot90, rollaxis=anp.rollaxis, transpose=anp.transpose, swapaxes=anp.swapaxes,
         stop=mpiad.stop_gradient, segment_sum=mpiad.segment_sum, largest=anp.max, quotient=lambda x, y: x / y,
-        constant=lambda x: np.asarray(x, real),
+        constant=lambda x: placed(np.asarray(x, real)),
     )  # fmt: skip
 
 

@@ -8,10 +8,12 @@ the job has ended in whatever way. `BEFORE` is run first on every rank: it may b
 
 import argparse
 import faulthandler
+import importlib
 import runpy
 import sys
 
 from mpi4py import MPI
+from programs import arithmetic
 from programs.comparison import differences
 from programs.diagnosed import alarms
 from programs.steps import read
@@ -51,7 +53,12 @@ def main():
     parser.add_argument("--diagnose", action="store_true", help="whether `diagnose` has no false alarm, and nothing else")
     parser.add_argument("programs")
     parser.add_argument("before", nargs="?")
+    parser.add_argument("--devices", action="store_true", help="whether the arrays are on the stand-in for a device")
     options = parser.parse_args()
+    if options.devices:
+        from device_on_cpu import double  # noqa: F401 it compiles kernels
+
+        arithmetic.ON_DEVICES.append(importlib.import_module("device_double"))
     if options.before:
         runpy.run_path(options.before)
     with open(options.programs) as file:

@@ -28,7 +28,9 @@ def differences(program):
         return None
     dtype = np.dtype({8: "f4", 16: "c8"}[xs[rank].itemsize]) if program.single else xs[rank].dtype
     x, v = xs[rank].astype(dtype), vs[rank].astype(dtype)
-    results = found(program, x, v)
+    results = found(program, arithmetic.placed(x), arithmetic.placed(v))
+    if arithmetic.ON_DEVICES:
+        results = {name: arithmetic.ON_DEVICES[0].on_host(result) for name, result in results.items()}
     dtypes = {"J": np.dtype("f8"), "gradient": dtype, "second order": dtype}
     lines = [compared(name, results[name], wanted[name.strip()], program, dtypes.get(name.strip())) for name in results]
     return [line for line in lines if line]

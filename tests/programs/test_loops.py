@@ -106,6 +106,8 @@ def test_folds_of_rows(n):
     assert_same(found, [np.max(x, axis=-1), np.min(2 * x, axis=2), np.prod(x, axis=-1)])
     np.testing.assert_array_equal(single, np.max(x.astype(np.float32), axis=-1))
     np.testing.assert_allclose(both, np.sum(y * (1 + 2j), axis=(0, 2)), rtol=1e-13, atol=1e-13)
+    joined = mpiad.jit(lambda y: anp.sum(anp.concatenate([y[1:] * 2, y[:1]]) ** 2, axis=-1))  # rows of two expressions
+    np.testing.assert_allclose(joined(y), np.sum(np.concatenate([y[1:] * 2, y[:1]]) ** 2, axis=-1), rtol=1e-13)
     if n > 31:
         np.testing.assert_array_equal(sums, [[by_lanes(row) for row in rows] for rows in y])
     check_jit(lambda y: anp.sum(anp.exp(y - anp.max(y, axis=-1, keepdims=True)), axis=-1) ** 2, y)

@@ -23,8 +23,15 @@ class Stream:
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.waited_for: list[object] = []
-        self.synchronized = 0
+        self.synchronized, self.ptr, self.captured = 0, id(self), None
         self.device = Device.current[-1]
+
+    def begin_capture(self, mode=None):
+        self.captured = []
+
+    def end_capture(self):
+        graph, self.captured = Graph(self.captured), None
+        return graph
 
     def __enter__(self):
         if self.device != Device.current[-1]:
@@ -42,6 +49,33 @@ class Stream:
         self.waited_for.append(event)
 
 
+class Graph:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def launch(self, stream=None):
+        stream = stream or Stream.current[-1]
+        assert stream.captured is None and stream.device == Device.current[-1]
+        for call in self.calls:
+            call()
+
+
+class Function:
+    """A kernel: within a capture, its launch becomes a part of the graph."""
+
+    num_regs, local_size_bytes = 32, 0
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, grid, block, args):
+        def call():
+            self.run(grid, block, *args)
+
+        captured = Stream.current[-1].captured
+        call() if captured is None else captured.append(call)
+
+
 class Event:
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.stream = None
@@ -56,6 +90,7 @@ class Event:
 
 class Device:
     current = [0]
+    attributes = {"MultiProcessorCount": 7}
 
     def __init__(self, device=None):
         self.id = device
@@ -173,3 +208,23 @@ def test_contiguous_arrays_are_passed_through(arrays):
     assert arrays.contiguous(x).flags.c_contiguous
     assert arrays.message(x) is x and arrays.pointer(x) == x.values.ctypes.data
     assert arrays.pointer(arrays.empty((0,), float)) == 0
+
+
+def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
+    from mpiad.transport.devices import cupy_arrays
+
+    queued, launcher = [], arrays.launcher
+    kernels = [cupy_arrays.CupyKernel(Function(lambda *given, k=k: queued.append((k, *given)))) for k in range(5)]
+    launches = [(kernel, k + 1, 256, (None, k)) for k, kernel in enumerate(kernels)]
+    with Device(1):
+        Stream.current.append(Stream())
+        alone, together = launcher.sequence(launches[:1]), launcher.sequence(launches)
+        monkeypatch.setattr(cupy_arrays, "_MOST_KERNELS", 2)
+        parts = launcher.sequence(launches)
+        assert not queued  # capturing runs nothing
+        for run, count in ((alone, 1), (together, 5), (parts, 5), (parts, 5)):
+            run()
+            assert [one[0] for one in queued] == list(range(count))
+            assert queued[-1][1:3] == ((count,), (256,)) and queued[-1][4] == count - 1
+            queued.clear()
+        assert arrays.stream() == Stream.current[-1].ptr != Stream().ptr

@@ -1,0 +1,379 @@
+"""Jitted functions of device arrays, against the same functions of NumPy's: kernels in CUDA C++, compiled for this CPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+
+import numpy as onp
+import pytest
+from device_calls import CALLS, INDEXED, MATRICES, OTHERWISE, REVERSE_ONLY, TRANSFORMS, UNARY, make_input
+from device_double import DeviceArray, double, on_device, on_host, transfers
+from mpi4py import MPI
+
+import mpiad
+import mpiad.device.numpy as np
+from mpiad.domain import Domain
+from mpiad.linalg import compiled_iteration, solve
+from mpiad.timestepping import scan
+
+WORLD = MPI.COMM_WORLD
+IS_STAND_IN = os.environ.get("DEVICE_ARRAYS") != "cupy"
+ALL = {**UNARY, **CALLS, **INDEXED, **TRANSFORMS, **MATRICES, **REVERSE_ONLY}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def launcher():
+    """What compiles and runs kernels on the stand-in, and counts them; None on a GPU."""
+    if not IS_STAND_IN:
+        return None
+    made = importlib.import_module("device_on_cpu")
+    if made.COMPILER is None:
+        pytest.skip("there is no compiler of C++")
+    return made.launcher
+
+
+def leaves(tree):
+    return [x for part in tree for x in leaves(part)] if isinstance(tree, (tuple, list)) else [tree]
+
+
+def assert_same(found, expected, rtol=1e-11):
+    """Compare nested results; arrays are on the device."""
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert isinstance(one, DeviceArray) or onp.ndim(other) == 0
+        scale = 1 + onp.max(onp.abs(other), initial=0)
+        onp.testing.assert_allclose(on_host(one), other, rtol=rtol, atol=rtol * scale)
+
+
+def is_compiled(jitted):
+    return not jitted.form().jitted.is_interpreted
+
+
+def loss_of(fun):
+    def loss(x):
+        return sum(np.sum(np.real(y) * np.sin(0.3 + np.real(y)) + np.imag(y) ** 2) for y in leaves(fun(x)))
+
+    return loss
+
+
+# A sample in `make test`, since a compiler of C++ takes its time; all of them in `make test-all`.
+SAMPLE = ("tanh", "abs", "sort", "cumsum", "matmul", "where", "pad", "max tie", "fft", "take", "solve", "diag")
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.thorough) for name in {**ALL, **OTHERWISE}]
+)
+def test_functions(name, rng):
+    fun, reference = OTHERWISE[name] if name in OTHERWISE else 2 * (ALL[name],)
+    if name in UNARY:
+        fun = reference = getattr(np, name)
+    shape = (4, 4) if name in ("diag", "trace", "rot90") else (3, 3) if name in {**MATRICES, **REVERSE_ONLY} else (3, 4)
+    x, v = make_input(UNARY[name], shape, rng) if name in UNARY else rng.normal(size=shape), rng.normal(size=shape)
+    if name in {**MATRICES, **REVERSE_ONLY}:
+        x = x + 3 * onp.eye(3)
+    jitted, (loss, expected) = mpiad.jit(fun), map(loss_of, (fun, reference))
+    inside, both = mpiad.jit(loss), mpiad.jit(mpiad.value_and_grad(loss))
+    there, along = on_device(x), on_device(v)
+    for _ in range(2):
+        assert_same(jitted(there), reference(x))
+        assert_same(mpiad.value_and_grad(inside)(there), mpiad.value_and_grad(expected)(x), 2e-10)
+        assert_same(both(there), mpiad.value_and_grad(expected)(x), 2e-10)
+        assert_same(mpiad.hvp(inside)(there, along), mpiad.hvp(expected)(x, v), 2e-7 if name == "astype" else 2e-10)
+        if name not in REVERSE_ONLY:
+            assert_same(mpiad.jvp(jitted, there, along), mpiad.jvp(reference, x, v), 2e-10)
+    by_values = name in ("x[mask]",)
+    assert by_values or (is_compiled(jitted) and is_compiled(inside) and is_compiled(both))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128"])
+def test_precisions(dtype, rng):
+    z = rng.normal(size=(5, 6)).astype(dtype)
+    z = z + 1j * rng.normal(size=(5, 6)).astype(z.real.dtype) if z.dtype.kind == "c" else z
+    fun = mpiad.jit(lambda z: np.real(z * np.conj(z) * np.exp(-z)) * 0.5)
+    assert fun(on_device(z)).dtype == z.real.dtype
+    for _ in range(2):
+        found = mpiad.grad(lambda z: np.sum(fun(z) ** 2))(on_device(z))
+        expected = mpiad.grad(lambda z: np.sum(fun(z) ** 2))(z)
+        assert found.dtype == z.dtype
+        assert_same(found, expected, 1e-12 if dtype == "complex128" else 1e-5)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("axis", [None, 0, 1, 2, (0, 1), (0, 2), (1, 2)])
+def test_reductions_have_a_fixed_order(axis, rng):
+    x = rng.normal(size=(70, 3, 41))
+    fun = mpiad.jit(lambda x: [red(np.sin(x) + 1.5, axis=axis) for red in (np.sum, np.max, np.min, np.mean, np.var)])
+    first, second = fun(on_device(x)), fun(on_device(x))
+    assert_same(first, fun(x), 1e-12)
+    for one, other in zip(first, second):
+        onp.testing.assert_array_equal(on_host(one), on_host(other))
+    assert_same(mpiad.jit(lambda x: np.prod(x, axis=axis))(on_device(x / 3)), onp.prod(x / 3, axis=axis), 1e-9)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "shape, axis", [((300_000,), None), ((3, 100_000), 1), ((100_000, 3), 0), ((70_000, 2), 1), ((0, 3), 0)]
+)
+def test_reductions_of_long_arrays(shape, axis, rng):
+    x = rng.normal(size=shape)
+    found = mpiad.jit(lambda x: (np.sum(x**2, axis=axis), x * 2))(on_device(x))
+    assert_same(found, (onp.sum(x**2, axis=axis), 2 * x), 1e-12)
+
+
+@pytest.mark.serial
+def test_numbers_stay_on_the_host(rng):
+    x = rng.normal(size=(4, 3))
+    fun = mpiad.jit(lambda x, a, k: (np.sum(a * x**2) + k, a**2 + 1, x[k] * k))
+
+    def loss(x, a):
+        y, z, w = fun(x, a, 2)
+        return y * z + np.sum(w**3)
+
+    for _ in range(2):
+        y, z, w = fun(on_device(x), 0.7, 2)
+        assert isinstance(y, DeviceArray) and type(z) is onp.float64 and isinstance(w, DeviceArray)
+        assert_same((y, z, w), fun(x, 0.7, 2))
+        found, expected = (mpiad.value_and_grad(loss, (0, 1))(put(x), 0.7) for put in (on_device, lambda x: x))
+        assert isinstance(found[1][0], DeviceArray) and not isinstance(found[1][1], DeviceArray)
+        assert_same(found, expected)
+        assert_same(mpiad.hvp(lambda a: loss(on_device(x), a))(0.7, 1.0), mpiad.hvp(lambda a: loss(x, a))(0.7, 1.0))
+    assert_same([fun(on_device(x), 0.5, k) for k in range(4)], [fun(x, 0.5, k) for k in range(4)])
+    assert is_compiled(fun)
+
+
+@pytest.mark.serial
+def test_arrays_of_the_closure_are_read_in_each_run(rng):
+    class Model:
+        pass
+
+    x, model, other = rng.normal(size=(4, 3)), Model(), Model()
+    model.k = rng.random((4, 3))
+    other.k = on_device(model.k)
+    host, there = (mpiad.jit(lambda x, m=m: np.sum(m.k * x**2 + m.k[0])) for m in (model, other))
+    for change in range(3):
+        assert_same(there(on_device(x)), host(x))
+        assert_same(mpiad.grad(there)(on_device(x)), mpiad.grad(host)(x))
+        assert_same(mpiad.hvp(there)(on_device(x), on_device(2 * x)), mpiad.hvp(host)(x, 2 * x))
+        if change == 0:
+            model.k *= 2.0
+            other.k *= 2.0
+        else:
+            model.k = model.k + 1
+            other.k = on_device(model.k)
+    assert is_compiled(there)
+
+
+@pytest.mark.serial
+def test_functions_that_change_arrays_of_the_closure_are_interpreted(rng, caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    k, x = on_device(onp.ones(3)), on_device(rng.normal(size=3))
+
+    def fun(x):
+        k[...] = k * 2.0
+        return x * 3.0
+
+    jitted = mpiad.jit(fun)
+    for n in range(5):
+        jitted(x)
+        onp.testing.assert_array_equal(on_host(k), 2.0 ** (n + 1))
+
+
+@pytest.mark.serial
+def test_what_is_computed_from_the_closure_is_no_constant(rng, caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    k, x = on_device(onp.ones(3)), on_device(rng.normal(size=3))
+    jitted = mpiad.jit(lambda x: x * (k * 2.0))
+    assert_same(jitted(x), 2 * on_host(x))
+    k *= 3.0
+    assert_same(jitted(x), 6 * on_host(x))
+    assert "computes an array on a device without its arguments" in caplog.text
+
+
+@pytest.mark.serial
+def test_constants_that_a_function_copies_to_the_device(rng):
+    w, x = rng.normal(size=3), rng.normal(size=3)
+    fun = mpiad.jit(lambda x: np.sum(mpiad.device.to_device(w, like=on_device(0.0)) * x**2))
+    for _ in range(2):
+        assert_same(mpiad.value_and_grad(fun)(on_device(x)), mpiad.value_and_grad(lambda x: np.sum(w * x**2))(x))
+    w *= 2
+    assert_same(fun(on_device(x)), onp.sum(w * x**2))
+    assert is_compiled(fun)
+
+
+@pytest.mark.serial
+def test_arrays_on_the_host_among_those_on_a_device(rng, caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    x = rng.normal(size=3)
+    with pytest.raises(TypeError, match="multiply|Unsupported type"):
+        mpiad.jit(lambda x, y: x * y)(on_device(x), x)
+    with pytest.raises(TypeError, match="multiply|Unsupported type"):
+        mpiad.jit(lambda y: y * x)(on_device(x))
+    beside = mpiad.jit(lambda x, y: x * y[0])
+    for _ in range(2):
+        assert_same(beside(on_device(x), x), x * x[0])
+    assert "it gets arrays on a device and arrays on the host" in caplog.text
+    with pytest.raises(TypeError, match="can't be compiled: .* it gets arrays on a device"):
+        mpiad.jit(lambda x, y: x * y[0], strict=True)(on_device(x), x)
+
+
+@pytest.mark.serial
+def test_nothing_is_copied_but_the_words(rng, launcher):
+    x = on_device(rng.normal(size=(8, 9)))
+    fun = mpiad.jit(lambda x: np.concatenate([x[1:], x[:1]]) * np.exp(-x))
+    fun(x)
+    fun(x)
+    transfers.reset()
+    made = fun(x)
+    assert transfers.d2h == 0 and transfers.h2d <= 1
+    assert launcher is None or transfers.h2d_bytes < 100
+    kept = on_host(made)
+    fun(on_device(rng.normal(size=(8, 9))))
+    onp.testing.assert_array_equal(on_host(made), kept)  # results aren't overwritten
+    assert fun.program(x).kernels and "loop over" in fun.program(x).loops
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("checkpoints", [None, 3])
+def test_loops_in_time(checkpoints, rng):
+    u, c = rng.normal(size=(7, 6)), rng.random((7, 6))
+    step = mpiad.jit(lambda u, k, c, a: u + 0.1 * (np.roll(u, 1, 0) - u) * c * np.sin(a * u) + 0.01 * k)
+
+    def loss(u, c, a):
+        options = {"checkpoints": checkpoints, "observe": lambda u, k, c, a: np.sum(u**2 * c)}
+        end, seen = scan(step, u, 10, c, a, **options)
+        return np.sum(end**3) + np.sum(np.sin(seen))
+
+    for _ in range(2):
+        found = mpiad.value_and_grad(loss, (0, 1, 2))(on_device(u), on_device(c), 0.8)
+        assert_same(found, mpiad.value_and_grad(loss, (0, 1, 2))(u, c, 0.8))
+    along = rng.normal(size=u.shape)
+    found = mpiad.hvp(loss)(on_device(u), on_device(c), 0.8, on_device(along))
+    assert_same(found, mpiad.hvp(loss)(u, c, 0.8, along), 1e-10)
+    assert is_compiled(step)
+
+
+@pytest.mark.serial
+def test_solves_with_compiled_operators(rng):
+    b, c = rng.normal(size=(6, 5)), rng.random((6, 5)) + 1
+    product = mpiad.jit(lambda u, c: c * u - 0.2 * (np.roll(u, 1, 0) + np.roll(u, -1, 0)))
+
+    def loss(b, c):
+        return np.sum(solve(product, b, c, method="cg", rtol=1e-13) ** 2)
+
+    for fun in (loss, mpiad.jit(loss)):
+        found = mpiad.value_and_grad(fun, (0, 1))(on_device(b), on_device(c))
+        assert_same(found, mpiad.value_and_grad(loss, (0, 1))(b, c), 1e-9)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_iterations_of_solves_are_programs(method, rng, monkeypatch):
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 5)
+    monkeypatch.setattr(compiled_iteration, "_known", [])
+    b, c = rng.normal(size=(9, 8)), 4.1 + 0.1 * rng.random((9, 8))
+
+    def product(u, c):
+        return c * u - np.roll(u, 1, 0) - np.roll(u, -1, 0) - np.roll(u, 1, 1) - np.roll(u, -1, 1)
+
+    def loss(b, c):
+        return np.sum(solve(product, b, c, method=method, rtol=1e-12) ** 2)
+
+    expected = mpiad.value_and_grad(loss, (0, 1))(b, c)
+    for _ in range(2):
+        assert_same(mpiad.value_and_grad(loss, (0, 1))(on_device(b), on_device(c)), expected, 1e-8)
+    assert_same(loss(on_device(2 * b), on_device(c)), 4 * expected[0], 1e-9)
+    programs = [each for known in compiled_iteration._known for each in known.programs.values() if each is not None]
+    assert sum(program.entry.device is not None for program in programs) >= 2
+
+
+def all_modes(fun, x, v, a):
+    """Return value, gradient, tangent and product with the Hessian, and the gradient in one program."""
+    inside = mpiad.jit(fun)
+    return [
+        inside(x, a), mpiad.value_and_grad(inside, (0, 1))(x, a), mpiad.jvp(lambda p: inside(*p), (x, a), (v, 0.3)),
+        mpiad.hvp(inside)(x, a, v), mpiad.jit(mpiad.value_and_grad(fun, (0, 1)))(x, a),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["halo", "messages", "operators"])
+def test_messages(name, rng_of_rank):
+    rank, size = WORLD.rank, WORLD.size
+    domain = Domain((4 * size + 1, 6), halo=1, periodic=(True, False))
+    x, v = rng_of_rank.normal(size=(2, *domain.local_shape))
+
+    def halo(u, a):
+        for _ in range(3):
+            p = domain.exchange(u)
+            u = u + a * 0.1 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)
+        return mpiad.mpi_allreduce(np.sum(u**4 * (1 + rank)))
+
+    def messages(u, a):
+        came = mpiad.mpi_exchange(u[0] * a, (rank + 1) % size, (rank - 1) % size)
+        total = mpiad.mpi_bcast(np.sum(came) * a if rank == size - 1 else None, root=size - 1)
+        request = mpiad.mpi_isend(u[1], (rank + 1) % size)
+        other = mpiad.mpi_recv(np.zeros_like(u[0]), (rank - 1) % size)
+        mpiad.mpi_wait(request)
+        return mpiad.mpi_allreduce(np.sum(came * other)) * total * mpiad.mpi_allreduce(a * 1.5)
+
+    def operators(u, a):
+        rows = mpiad.mpi_allgather(u[: 1 + rank % 2], axis=0)
+        return mpiad.mpi_allreduce(np.sum(domain.laplacian(0.5)(u) ** 3) * a + np.sum(rows**2) * (1 + rank))
+
+    fun = {"halo": halo, "messages": messages, "operators": operators}[name]
+    for _ in range(2):
+        found, expected = all_modes(fun, on_device(x), on_device(v), 0.7), all_modes(fun, x, v, 0.7)
+        assert_same(found, expected, 1e-10)
+
+
+@pytest.mark.serial
+def test_halos_without_messages_are_filled_by_kernels(rng, launcher):
+    domain = Domain((6, 5), halo=1, periodic=(True, False))
+    x = rng.normal(size=(6, 5))
+    fun = mpiad.jit(lambda u: np.sum(domain.exchange(u * 2) ** 2))
+    assert_same(mpiad.value_and_grad(fun)(on_device(x)), mpiad.value_and_grad(fun)(x))
+    if launcher is not None:
+        before = len(launcher.launches)
+        transfers.reset()
+        fun(on_device(x))
+        assert len(launcher.launches) - before > 4
+        assert transfers.h2d <= 1
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not IS_STAND_IN, reason="the stand-in's streams are numbers")
+def test_streams_share_no_buffers(rng, monkeypatch):
+    x = on_device(rng.normal(size=(8, 9)))
+    fun = mpiad.jit(lambda x: np.sum(np.exp(-x) * np.roll(x, 1, 0)))
+    fun(x)
+    replays = next(iter(fun.form().jitted._cache.entries.values())).replays
+    first = replays.take()
+    replays.give_back(first)
+    monkeypatch.setattr(double, "stream", lambda: 1)
+    second = replays.take()
+    assert second is not first and replays.take() is not second
+    monkeypatch.undo()
+    assert replays.take() is first
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not IS_STAND_IN, reason="a device has more memory")
+def test_too_little_memory_is_named(rng, monkeypatch):
+    x, bare = on_device(rng.normal(size=(40, 50))), double.empty
+
+    def empty(shape, dtype):
+        if onp.prod(shape) * onp.dtype(dtype).itemsize > 10_000:
+            raise MemoryError("out of memory")
+        return bare(shape, dtype)
+
+    fun = mpiad.jit(lambda x: np.exp(x) * 2)
+    monkeypatch.setattr(double, "empty", empty)
+    with pytest.raises(MemoryError, match="16,000 bytes on stand-in device 0 .*: 1,073,741,824 are free.* checkpoints"):
+        fun(x)
+
+
+@pytest.fixture
+def rng_of_rank():
+    return onp.random.default_rng(17 + WORLD.rank)
