@@ -12,7 +12,7 @@ _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
 # The names of the variables by the type of the value; those of tests and their launcher, too.
 _NAMES = {
-    "switch": "ABORT CUDA_AWARE DEBUG DEBUG_SITES HUGE_PAGES MALLOPT RECOVERY THREADS",
+    "switch": "ABORT CUDA_AWARE CUDA_IPC DEBUG DEBUG_SITES HUGE_PAGES MALLOPT RECOVERY THREADS",
     "path": "CACHE TRACE LAUNCH_FOLDER",
     "number": "DEVICE_PINNED TIMEOUT LAUNCH_RANKS TEST_PATIENCE TEST_TIMEOUT",
 }

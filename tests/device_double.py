@@ -70,7 +70,7 @@ class _Device:
 class DeviceArray:
     """An array whose values only its own functions, and the copies that are counted, can see."""
 
-    __slots__ = ("__values", "__weakref__")
+    __slots__ = ("__data", "__weakref__")
     __array_priority__ = 100
     device = _Device()
 
@@ -79,21 +79,21 @@ class DeviceArray:
 
     # ---- what CuPy's arrays tell of themselves
 
-    shape = property(lambda self: self.__values.shape)
-    dtype = property(lambda self: self.__values.dtype)
-    ndim = property(lambda self: self.__values.ndim)
-    size = property(lambda self: self.__values.size)
-    nbytes = property(lambda self: self.__values.nbytes)
-    itemsize = property(lambda self: self.__values.itemsize)
-    strides = property(lambda self: self.__values.strides)
-    flags = property(lambda self: _Flags(self.__values.flags))
-    T = property(lambda self: _wrapped(self.__values.T))
+    shape = property(lambda self: self.__data.shape)
+    dtype = property(lambda self: self.__data.dtype)
+    ndim = property(lambda self: self.__data.ndim)
+    size = property(lambda self: self.__data.size)
+    nbytes = property(lambda self: self.__data.nbytes)
+    itemsize = property(lambda self: self.__data.itemsize)
+    strides = property(lambda self: self.__data.strides)
+    flags = property(lambda self: _Flags(self.__data.flags))
+    T = property(lambda self: _wrapped(self.__data.T))
     real = property(lambda self: _wrapped(self.__values.real))
     imag = property(lambda self: _wrapped(self.__values.imag if self.dtype.kind == "c" else np.zeros_like(self.__values)))
 
     @property
     def __cuda_array_interface__(self) -> dict:
-        values = self.__values
+        values = self.__data
         return {
             "shape": values.shape, "typestr": values.dtype.str, "descr": [("", values.dtype.str)],
             "version": 3, "stream": 1,
@@ -155,7 +155,7 @@ class DeviceArray:
     __float__ = __int__ = __bool__ = __complex__ = __index__ = __iter__ = tolist = __contains__ = _refused
 
     def __len__(self) -> int:
-        return len(self.__values)
+        return len(self.__data)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -164,7 +164,8 @@ class DeviceArray:
     def __getitem__(self, idx: Any) -> DeviceArray:
         if any(isinstance(part, DeviceArray) and part.dtype == bool for part in (idx if type(idx) is tuple else (idx,))):
             transfers.to_host(8)
-        return _wrapped(self.__values[_index(idx)])
+        is_view = all(isinstance(part, (int, slice, type(...), type(None))) for part in (idx if type(idx) is tuple else (idx,)))
+        return _wrapped((self.__data if is_view else self.__values)[_index(idx)])
 
     def __setitem__(self, idx: Any, value: Any) -> None:
         double._synchronized = False
@@ -184,19 +185,20 @@ class DeviceArray:
         # CuPy takes a class that isn't its own for the dtype object, and returns an array that is of no use to anybody.
         if dtype is np.ndarray:
             x = object.__new__(DeviceArray)
-            x.__values = np.empty(self.shape, object)
+            x.__data = np.empty(self.shape, object)
             return x
-        return _wrapped(self.__values.view(dtype))
+        return _wrapped(self.__data.view(dtype))
 
     def fill(self, value: Any) -> None:
         double._synchronized = False
         self.__values.fill(_plain(value, "fill"))
 
     def reshape(self, *shape: Any, order: str = "C") -> DeviceArray:
-        return _wrapped(self.__values.reshape(*shape, order=order))
+        return _wrapped(self.__data.reshape(*shape, order=order) if self.flags.c_contiguous else
+                        self.__values.reshape(*shape, order=order))
 
     def transpose(self, *axes: Any) -> DeviceArray:
-        return _wrapped(self.__values.transpose(*axes))
+        return _wrapped(self.__data.transpose(*axes))
 
     def __copy__(self) -> DeviceArray:
         return self.copy()
@@ -214,12 +216,23 @@ class DeviceArray:
         if values.dtype.char not in _KINDS:
             raise TypeError(f"Unsupported dtype {values.dtype}")
         x = object.__new__(DeviceArray)
-        x.__values = values
+        x.__data = values
         return x
 
     @staticmethod
     def _values(x: DeviceArray) -> np.ndarray:
         return x.__values
+
+    @staticmethod
+    def _raw(x: DeviceArray) -> np.ndarray:
+        return x.__data
+
+    @property
+    def __values(self) -> np.ndarray:
+        """The values, after all that is queued: NumPy's arithmetic doesn't run in the order of a stream."""
+        if double.stream is not None:
+            double.stream.settle()
+        return self.__data
 
 
 def _operator(ufunc: np.ufunc, swapped: bool = False) -> Any:
@@ -343,6 +356,8 @@ class DoubleArrays:
         self._queued: list[Any] = []
         self._synchronized = True
         self.aware = False
+        self.memory: Any = None  # of `device_memory_double`
+        self.stream: Any = None
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         made = DeviceArray._of(np.empty(shape, dtype))
@@ -399,6 +414,8 @@ class DoubleArrays:
     def synchronize(self) -> None:
         transfers.synchronizations += 1
         self._flush(None)
+        if self.stream is not None:
+            self.stream.settle()
         self._synchronized = True
 
     def record(self) -> int:

@@ -1,27 +1,30 @@
 """The ways in which device arrays travel, for tests on the stand-in: each test takes all of them.
 
 `staged` copies arrays through the host, `direct` gives MPI the memory that the stand-in says is the device's, `exchanged`
-does so too, and sums by an exchange of blocks.
+does so too, and sums by an exchange of blocks; in `shared` ranks read each other's device memory, where messages allow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from autograd.tracer import getval
 from device_double import DeviceArray, double, on_device, takes_device_memory
+from device_memory_double import MemoryDouble, install, remove
 from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
-from mpiad.transport.devices import device_settings
+from mpiad.transport.core.channels import base, world_ranks
+from mpiad.transport.devices import device_messages, device_settings
 from mpiad.transport.devices.device_settings import DeviceSettings
 
 SETTINGS = {
     "staged": DeviceSettings(cuda_aware=False),
     "direct": DeviceSettings(cuda_aware=True),
     "exchanged": DeviceSettings(cuda_aware=True, exchanged=16),
+    "shared": DeviceSettings(cuda_aware=False, ipc=True),
 }
 
 each_way = pytest.mark.parametrize("way", SETTINGS)
@@ -36,11 +39,30 @@ def travelling(way: str | DeviceSettings) -> Iterator[None]:
     before, aware = device_settings.put(settings), double.aware
     double.aware = bool(settings.cuda_aware)
     try:
-        yield
+        with sharing() if way == "shared" else nullcontext():
+            yield
     finally:
         double.synchronize()
         double.aware = aware
         device_settings.put(before)
+
+
+@contextmanager
+def sharing(introduced: bool = True) -> Iterator[MemoryDouble]:
+    """Share the stand-in's memory between the ranks of a node, which already know each other if `introduced`."""
+    node = base().Split_type(MPI.COMM_TYPE_SHARED)
+    memory = install()
+    device_messages.start(node, world_ranks(node), True)
+    for _ in range(2 if introduced and device_messages.present() is not None else 0):
+        device_messages.present().introduce(double, range(base().size))
+        node.Barrier()
+    try:
+        yield memory
+    finally:
+        device_messages.close()
+        node.Free()
+        remove()
+        assert not memory.blocks and not memory.opened and not memory.registered
 
 
 def through_device(fun, goes=True):

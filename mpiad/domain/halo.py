@@ -127,7 +127,7 @@ def _linked(parts: Sequence[_Copy | PreparedMessages]) -> tuple[list[LinkedStep]
         if isinstance(part, _Copy):
             steps += [part.linked()] if part.out.size else []
             continue
-        started, ended = part.linked("exchange")
+        started, ended = part.linked("exchange") or ([None], [])
         begun = begun or len(steps) + len(started)
         steps += [*started, *ended]
     linked = [step for step in steps if step is not None and step.kernel is not None]

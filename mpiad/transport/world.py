@@ -33,9 +33,10 @@ from mpiad.transport.core.channels import base, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, all_ranks_alive, exit_process, flush_streams, lost_ranks
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.devices import device_settings
+from mpiad.transport.devices import device_messages, device_settings
+from mpiad.transport.devices.node_memory import set_deadline
 from mpiad.transport.devices.staging import close_pools
-from mpiad.transport.exits.abort import end_by, install_hooks, is_rank
+from mpiad.transport.exits.abort import before_abort, end_by, install_hooks, is_rank
 from mpiad.transport.exits.departure import (
     await_others,
     code_at_end,
@@ -123,10 +124,13 @@ def _start(call: str, comm: Comm) -> None:
     lookup.open_world()
     node = private.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
+    set_deadline(lambda: watch_settings.present().timeout)
+    device_messages.start(node, world_ranks(node), device_settings.may_bring_arrays())
     node.Free()
     if _local[0] == 0:
         _remove_old_sockets()
     if ends_job:
+        before_abort.append(device_messages.release_waits)
         prepare_await_others()
     limit_threads(private, _local[1])
     # The calls of these functions aren't part of a program that is being traced.
@@ -415,6 +419,7 @@ def _end_job(error: Exception) -> None:
 def _end_world() -> None:
     for end in _ends:
         end()
+    device_messages.close()
     # After a failure the ranks are interrupted, so that none waits for another.
     interruptible("the end of the program", lookup.close_world)()
     close_pools()

@@ -28,6 +28,7 @@ from mpiad._typing import Comm, Request
 from mpiad.errors import CommunicatorError
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption
 from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_messages import discard
 
 # Before a communicator is freed, pending messages are received and dropped: MPI may reuse its context for a new
 # communicator, on which an old message could then be received. Messages between two ranks arrive in the order in which they
@@ -61,6 +62,7 @@ def _receive_until_last(comm: Comm, peer: int, tag: int, latest: dict[int, tuple
         # Stored before the receive, so that after an interrupt the content shows whether it was the last message.
         latest[peer] = status.tag, np.zeros(status.Get_count(MPI.BYTE), dtype=np.uint8)
         comm.Recv(latest[peer][1], peer, status.tag, status)
+        discard(latest[peer][1])
 
 
 def has_ended(reduction: Request) -> bool:

@@ -16,7 +16,9 @@ from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.buffers import private_copy
 from mpiad.transport.core.channels import ABANDONED, Channel
 from mpiad.transport.core.linked_calls import LinkedCall, Operand, Tag
-from mpiad.transport.devices.device_arrays import Spec
+from mpiad.transport.devices import device_messages
+from mpiad.transport.devices.device_arrays import Spec, result
+from mpiad.transport.devices.device_messages import DESCRIPTOR_BYTES, MessageBuffer
 from mpiad.transport.devices.transfers import communicate, incoming_transfer, outgoing_transfer
 
 Slices: TypeAlias = Mapping[Rank, slice]  # the parts of an array for messages to or from ranks
@@ -114,22 +116,27 @@ def as_bytes(array: Array) -> Buffer:
 
 
 class Receipt:
-    """A pending receive."""
+    """A pending receive. `memory`: where MPI writes an array, or its descriptor (see `device_messages`)."""
 
-    __slots__ = ("buffer", "envelope", "requests", "spec", "transfer")
+    __slots__ = ("envelope", "memory", "requests", "spec", "transfer")
 
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
         self.spec, self.envelope = spec, envelope
         self.transfer = incoming_transfer(spec)
-        self.buffer: Buffer = self.transfer.buffer
-        kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-        message = as_bytes(self.buffer)
+        self.memory: Buffer = self.transfer.buffer
+        if type(self.memory) is np.ndarray and (landing := device_messages.landing(spec)) is not None:
+            self.memory = landing
+        kept, call = (self.memory, self.transfer), envelope.comm.Irecv
+        message = as_bytes(self.memory)
         self.requests = envelope.channel.begin(kind, kept, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `Channel.leave`."""
-    array = outgoing_transfer(array, copies=True).buffer
+    described = None
+    if type(array) is not np.ndarray:
+        described = device_messages.as_descriptor(array, envelope.peer, envelope.channel)
+    array = outgoing_transfer(array, copies=True).buffer if described is None else described
     message, call = as_bytes(array), envelope.comm.Isend
     return envelope.channel.begin(kind, array, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
 
@@ -139,8 +146,8 @@ def send(array: Array, envelope: Envelope) -> None:
     envelope.channel.leave(post_send(array, envelope, "blocking send"))
 
 
-def finish_receive(receipt: Receipt, call: str) -> Array:
-    """Wait for a receive and return its array; raise a ValueError if the message has another number of bytes."""
+def finish_receive(receipt: Receipt, call: str, out: Array = None) -> Array:
+    """Wait for a receive and return its array, or `out`; raise a ValueError if the message has another number of bytes."""
     status, envelope, spec = MPI.Status(), receipt.envelope, receipt.spec
     try:
         receipt.requests[0].Wait(status)
@@ -148,21 +155,44 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     except (MPI.Exception, DeadlockError, MessageMismatchError) as error:
         envelope.channel.release(receipt.requests)
         _answered(envelope, status)
+        device_messages.discard(receipt.memory)
         if isinstance(error, MPI.Exception):
             raise _receive_error(error, spec, envelope.peer, envelope.tag, call) from None
         raise
     envelope.channel.release(receipt.requests)
     _answered(envelope, status)
+    got = status.Get_count(MPI.BYTE)
+    if got == DESCRIPTOR_BYTES and (found := device_messages.descriptor_in(receipt.memory)) is not None:
+        return _pulled(found, spec, envelope, call, out)
     # MPI reports an error if a message is too long, but not if it is too short.
-    if (got := status.Get_count(MPI.BYTE)) != receipt.buffer.nbytes:
+    if got != spec.nbytes:
         raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
-    return receipt.transfer.received()
+    if type(receipt.memory) is MessageBuffer:
+        _copy_bytes(receipt.memory, receipt.transfer.buffer)
+    device_messages.introduce(spec, envelope.channel, (envelope.peer,))
+    array = receipt.transfer.received()
+    if out is None:
+        return array
+    out[...] = array
+    return out
+
+
+def _pulled(found: np.void, spec: Spec, envelope: Envelope, call: str, out: Array = None) -> Array:
+    """Return the array of a descriptor, or `out`; raise a ValueError if it has another number of bytes."""
+    array = device_messages.pull(found, spec, envelope.channel, out)
+    if array is None:
+        raise _mismatch(spec, f"{found['nbytes']} bytes", envelope.peer, envelope.tag, call)
+    return result(array)
+
+
+def _copy_bytes(source: np.ndarray, destination: np.ndarray) -> None:
+    destination.reshape(-1).view(np.uint8)[...] = source[: destination.nbytes]
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array. For wildcards, the envelope gets the sender and tag."""
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
-    if _PROBES_FIRST or envelope.peer == MPI.ANY_SOURCE:
+    if _probes_first(spec, envelope) or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
     return finish_receive(Receipt(spec, envelope, "blocking receive"), call)
 
@@ -173,21 +203,39 @@ def _answered(envelope: Envelope, status: Status) -> None:
         envelope.answered_from(status.source, status.tag)
 
 
+def _probes_first(spec: Spec, envelope: Envelope) -> bool:
+    """Return whether a receive should learn the size of its message first."""
+    # In place of a large array on a device, a descriptor may arrive, for which no page-locked memory is necessary.
+    descriptors = spec.arrays is not None and device_messages.receives_descriptors(envelope.channel, (envelope.peer,))
+    return _PROBES_FIRST or descriptors
+
+
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; a message of another size is received and discarded."""
-    transfer, status = incoming_transfer(spec), MPI.Status()
-    buffer = transfer.buffer
+    status = MPI.Status()
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
-    if got == spec.nbytes:
-        message.Recv(buffer)
+    if got == spec.nbytes != DESCRIPTOR_BYTES or device_messages.present() is None and got == spec.nbytes:
+        transfer = incoming_transfer(spec)
+        message.Recv(transfer.buffer)
+        device_messages.introduce(spec, envelope.channel, (envelope.peer,))
         return transfer.received()
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
     else:  # in debug mode the header is compared
-        message.receive_and_compare(dropped, buffer)
+        try:
+            message.receive_and_compare(dropped, spec)
+        except MessageMismatchError:
+            device_messages.discard(dropped)
+            raise
+    if (found := device_messages.descriptor_in(dropped)) is not None and got == DESCRIPTOR_BYTES:
+        return _pulled(found, spec, envelope, call)
+    if got == spec.nbytes:
+        transfer = incoming_transfer(spec)
+        _copy_bytes(dropped, transfer.buffer)
+        return transfer.received()
     raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
 
 
@@ -197,7 +245,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
         # The forward receive didn't depend on this rank's send, whose receiver may still be in the adjoint of a later call.
         send(private_copy(array, array), there)
         return receive(spec, back, call)
-    receipt = None if _PROBES_FIRST else Receipt(spec, back, "blocking receive")
+    receipt = None if _probes_first(spec, back) else Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
         value = _matched(spec, back, call) if receipt is None else finish_receive(receipt, call)
@@ -212,6 +260,9 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec, received: Slices, call: str) -> Array:
     """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
 
+    if device_messages.receives_descriptors(channel, received) or device_messages.sends_descriptors(array, channel, sent):
+        return _exchange_parts(channel, tag, array, sent, spec, received, call)
+
     def swap(source: Buffer, target: Buffer) -> None:
         parts = {rank: target[part] for rank, part in received.items()}
         messages = Messages(channel, tag, {rank: source[part] for rank, part in sent.items()}, parts)
@@ -219,7 +270,26 @@ def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec,
         messages.finish(call)
 
     # Both sides know the sizes of the messages, so device arrays are staged as a whole.
-    return communicate(swap, array, spec)
+    out = communicate(swap, array, spec)
+    device_messages.introduce(Spec.of(array), channel, (*sent, *received))
+    return out
+
+
+def _exchange_parts(
+    channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec, received: Slices, call: str
+) -> Array:
+    """Implement `exchange` by a message for each slice, each in device memory or staged."""
+    out = spec.empty()
+    receipts = {}
+    for rank, part in received.items():
+        receipts[rank] = Receipt(Spec.of(out[part]), Envelope(channel, rank, tag, False), "blocking receive")
+    sends = [post_send(array[part], Envelope(channel, rank, tag, True), "blocking send") for rank, part in sent.items()]
+    for rank, receipt in receipts.items():
+        finish_receive(receipt, call, out[received[rank]])
+    for requests in sends:
+        requests[0].Wait()
+        channel.release(requests)
+    return out
 
 
 class Messages:
@@ -227,7 +297,16 @@ class Messages:
 
     def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, Array], received: Mapping[Rank, Array]):
         self._channel, self._tag, self._received = channel, tag, received
-        self._buffers = [{rank: as_bytes(x) for rank, x in arrays.items()} for arrays in (sent, received)]
+        targets = received
+        if device_messages.receives_descriptors(channel, received):
+            targets = {rank: self._target(x) for rank, x in received.items()}
+        self._targets = targets
+        self._buffers = [{rank: as_bytes(x) for rank, x in arrays.items()} for arrays in (sent, targets)]
+
+    @staticmethod
+    def _target(x: Array) -> Array:
+        landing = device_messages.landing(Spec.of(x))
+        return x if landing is None else landing
 
     def start(self) -> None:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
@@ -248,8 +327,15 @@ class Messages:
                 request.Wait(status)
             except MPI.Exception as error:
                 raise _receive_error(error, array, peer, self._tag, call) from None
-            if (got := status.Get_count(MPI.BYTE)) != array.nbytes:
+            got, target = status.Get_count(MPI.BYTE), self._targets[peer]
+            found = device_messages.descriptor_in(target) if got == DESCRIPTOR_BYTES else None
+            if found is not None:
+                got = int(found["nbytes"])
+                device_messages.pull(found, Spec.of(array), self._channel, array)
+            if got != array.nbytes:
                 raise _mismatch(array, f"{got} bytes", peer, self._tag, call)
+            if target is not array and found is None:
+                _copy_bytes(target, array)
         for request in self._sends:
             request.Wait()
         self._channel.release(self._receives)
@@ -340,7 +426,7 @@ def prepared_receive(destination: np.ndarray, back: Envelope, call: str) -> Prep
     def receive_after_probe() -> None:
         destination[...] = _matched(spec, back, call)
 
-    if _PROBES_FIRST:
+    if _PROBES_FIRST or not device_messages.declines_descriptors(back.channel, (back.peer,)):
         return Prepared(receive_after_probe)
     message, source = as_bytes(destination), back.peer
     arguments = "out", *message[1:], source, Tag(back), "comm", "status"
@@ -360,11 +446,15 @@ def prepared_swap(
         return None
     sent, received, dest, source = as_bytes(array), as_bytes(destination), there.peer, back.peer
 
-    def swap(status: Status) -> None:
+    if not device_messages.declines_descriptors(back.channel, (back.peer,)):
+        spec = Spec.of(destination)
+        return Prepared(lambda: np.copyto(destination, swap(array, there, spec, back, call)))
+
+    def sendrecv(status: Status) -> None:
         there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
 
     arguments = "x", *sent[1:], dest, Tag(there), "out", *received[1:], source, Tag(back), "comm", "status"
-    return _receiving(swap, (received, sent), back, call, "Sendrecv", arguments)
+    return _receiving(sendrecv, (received, sent), back, call, "Sendrecv", arguments)
 
 
 def _receiving(
@@ -398,8 +488,10 @@ def _fail(code: int, got: int) -> None:
 class PreparedMessages(Messages):
     """Messages from and into fixed host arrays."""
 
-    def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]]:
-        """Return the calls of MPI that `start` and `finish` the messages; see `finish` for the public `call`."""
+    def linked(self, call: str) -> tuple[list[LinkedCall], list[LinkedCall]] | None:
+        """Return the calls of MPI that `start` and `finish` the messages, if they suffice; see `finish` for `call`."""
+        if not device_messages.declines_descriptors(self._channel, self._received):
+            return None
         channel, tag, (sent, received) = self._channel, self._tag, self._buffers
         n, width, statuses = (
             len(received),

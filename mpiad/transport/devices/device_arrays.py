@@ -320,6 +320,62 @@ class Launcher(Protocol):
         ...
 
 
+class DeviceMemory(Protocol):
+    """Memory of one device that other processes can open, with operations queued on the current stream.
+
+    Host memory is page-locked, except for that of `store` and `load`.
+    """
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of a new block, of 2 MiB or more; raise a MemoryError if there is none."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Free a block, which no other process has opened."""
+
+    def release_unused(self) -> None:
+        """Free unused memory that other allocators of this process keep."""
+
+    def handle(self, address: int) -> bytes:
+        """Return 64 bytes by which another process can open a block."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Return the address of another process's block in this one."""
+        ...
+
+    def close(self, address: int) -> None:
+        """End the access to another process's block."""
+
+    def register(self, memory: np.ndarray) -> int:
+        """Page-lock host memory; return its address on the device."""
+        ...
+
+    def unregister(self, memory: np.ndarray) -> None:
+        """End the effect of `register`."""
+
+    def store(self, address: int, x: Array) -> None:
+        """Queue the copy of a C-contiguous array, on the host or the device, to an address on the device."""
+
+    def load(self, x: Array, address: int) -> None:
+        """Queue the copy from an address on the device into a C-contiguous array, on the host or the device."""
+
+    def write(self, flag: int, value: int) -> None:
+        """Queue the write of a 64-bit number, after which other devices and hosts see all earlier ones."""
+
+    def wait(self, flag: int, value: int) -> None:
+        """Let the stream, but not the host, wait until a 64-bit number is at least `value`."""
+
+    def obstacle(self) -> str:
+        """Return a known reason why other processes can't open blocks of this device; "" if there is none."""
+        ...
+
+
+def memory_of(arrays: ArrayModule) -> DeviceMemory | None:
+    """Return the memory of the device of these arrays; None for a kind of arrays whose memory can't be shared."""
+    return getattr(arrays, "memory", None)
+
+
 def launcher_of(arrays: ArrayModule) -> Launcher:
     """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
     found: Launcher | None = getattr(arrays, "launcher", None)

@@ -143,6 +143,7 @@ class DeviceSettings(NamedTuple):
     cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
     pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
     exchanged: float = inf  # bytes of the largest array that isn't summed by an exchange of blocks
+    ipc: bool = True  # whether ranks of a node read each other's device memory, if they can
 
 
 _present = DeviceSettings()
@@ -170,7 +171,8 @@ def from_environment() -> DeviceSettings:
     given, default = os.environ.get("MPIAD_DEVICE_PINNED", ""), DeviceSettings().pinned
     if given and not (given.isascii() and given.isdecimal() and int(given) < _MOST):
         raise ValueError(f"MPIAD_DEVICE_PINNED must be a number of bytes, 0 or more, but got {given!r}.")
-    return DeviceSettings(switch("MPIAD_CUDA_AWARE", None), int(given) if given else default)
+    pinned, ipc = int(given) if given else default, switch("MPIAD_CUDA_IPC", True)
+    return DeviceSettings(switch("MPIAD_CUDA_AWARE", None), pinned, ipc=ipc)
 
 
 def start(comm: Comm) -> None:
@@ -178,16 +180,16 @@ def start(comm: Comm) -> None:
 
     def numbers(wanted: DeviceSettings) -> list[float]:
         # Each flag is 0 if a condition holds, so the minimum is 0 if it holds on any rank: MPIAD_CUDA_AWARE is 0; it is 1;
-        # there may be device arrays; MPI accesses them directly.
+        # there may be device arrays; MPI accesses them directly; or MPIAD_CUDA_IPC is 0.
         brings, pinned = may_bring_arrays(), wanted.pinned if os.environ.get("MPIAD_DEVICE_PINNED") else inf
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
-        return [*asks, not brings, not (brings and supports_cuda()), pinned]
+        return [*asks, not brings, not (brings and supports_cuda()), pinned, wanted.ipc]
 
     least = minima_over_ranks(comm, from_environment, numbers, "MPIAD_CUDA_AWARE or MPIAD_DEVICE_PINNED")
     cuda_aware = None if least[0] and least[1] else bool(least[0])  # if ranks request both 0 and 1: 0, which always works
     direct = not least[3] if cuda_aware is None else cuda_aware and not least[2]
     pinned = DeviceSettings().pinned if least[4] == inf else int(least[4])
-    put(DeviceSettings(cuda_aware, pinned, _EXCHANGED if direct else inf))
+    put(DeviceSettings(cuda_aware, pinned, _EXCHANGED if direct else inf, bool(least[5])))
 
 
 def minima_over_ranks(

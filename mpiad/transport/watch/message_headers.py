@@ -18,6 +18,7 @@ from mpiad._typing import Buffer, Comm, Status
 from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.lookup import open_world
+from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import name_and_place
 from mpiad.transport.watch.communicator import Guarded, MessageWait, live
@@ -94,7 +95,8 @@ _BYTES = 256  # fixed length of headers, since receives are posted before the he
 Expected: TypeAlias = "tuple[GuardedRequest, bytearray]"  # the pending receive of a header, and its buffer
 
 
-def _form(array: np.ndarray) -> bytes:
+def _form(array: np.ndarray | Spec) -> bytes:
+    array = getattr(array, "form", array)  # of the array that a message's memory stands for
     return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
 
 
@@ -166,8 +168,11 @@ class HeadedMessages(Guarded):
         make = partial(MessageWait, self, False, source, tag)
         return GuardedRequest(self, make, self.metadata_comm.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
-    def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
+    def compare(
+        self, expected: Expected | None, buffer: np.ndarray | Spec, source: int, tag: int, by: tuple[str, str]
+    ) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
+        buffer = getattr(buffer, "form", buffer)
         self._received[source, tag] += 1
         if expected is None:
             return
@@ -260,7 +265,7 @@ class _Matched:
     def Recv(self, buffer: np.ndarray) -> None:
         self.receive_and_compare(buffer, buffer)
 
-    def receive_and_compare(self, buffer: np.ndarray, wanted: np.ndarray) -> None:
+    def receive_and_compare(self, buffer: np.ndarray, wanted: np.ndarray | Spec) -> None:
         """Receive the message, and compare its header with `wanted`; another `buffer` is given if `wanted` is too small."""
         self._message.Recv(buffer)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)
