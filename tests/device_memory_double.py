@@ -30,8 +30,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self):
-        while True:
-            operation = self._queue.get()
+        while (operation := self._queue.get()) is not None:
             if self.late:
                 time.sleep(self._random.uniform(0, self.late))
             try:
@@ -159,4 +158,5 @@ def remove():
     """Take the memory away, after all that is queued has run."""
     if double.stream is not None:
         double.stream.settle()
+        double.stream.put(None)
     double.memory = double.stream = None

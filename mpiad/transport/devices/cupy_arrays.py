@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property, partial
@@ -30,6 +32,11 @@ class CupyArrays:
     def launcher(self) -> CupyLauncher:
         """Compiles and runs kernels on this device."""
         return CupyLauncher(self)
+
+    @cached_property
+    def memory(self) -> CudaMemory:
+        """Memory of this device that other processes can open."""
+        return CudaMemory(self)
 
     def current(self) -> AbstractContextManager[object]:
         """Make this device the current one."""
@@ -196,3 +203,130 @@ class CupyLauncher:
         with self._arrays.current():
             free, _ = cupy.cuda.runtime.memGetInfo()
             return int(free) + int(cupy.get_default_memory_pool().free_bytes())
+
+
+# A function of CUDA's driver, ``cuStream...(stream, address, value, flags)``: CuPy doesn't wrap it.
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
+_AT_LEAST, _WRITE = 0, 0  # CU_STREAM_WAIT_VALUE_GEQ; CU_STREAM_WRITE_VALUE_DEFAULT, which orders earlier writes before it
+_MAPPED = 2  # cudaHostRegisterMapped
+_LAZY_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
+_MODES = {1: "exclusive", 2: "prohibited", 3: "exclusive-process"}
+
+
+class CudaMemory:
+    """Memory of one device that other processes open by CUDA IPC; `device_arrays.DeviceMemory` describes the methods.
+
+    Only memory by plain `cudaMalloc` has handles, of whole allocations; that of pools and managed memory has none.
+    """
+
+    def __init__(self, arrays: CupyArrays):
+        self._arrays = arrays
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._wait, self._write = self._function("cuStreamWaitValue64"), self._function("cuStreamWriteValue64")
+
+    def _function(self, name: str) -> Callable[..., int]:
+        # The second version has been in the driver since CUDA 11.7.
+        found = getattr(self._driver, f"{name}_v2", None) or self._driver[name]
+        found.argtypes, found.restype = _ARGUMENTS, ctypes.c_int
+        return found
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate a block by `cudaMalloc`."""
+        with self._arrays.current():
+            try:
+                return int(cupy.cuda.runtime.malloc(nbytes))
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                if error.status != cupy.cuda.runtime.errorMemoryAllocation:
+                    raise
+                raise MemoryError(str(error)) from None
+
+    def free(self, address: int) -> None:
+        """Free a block."""
+        with self._arrays.current():
+            cupy.cuda.runtime.free(address)
+
+    def release_unused(self) -> None:
+        """Free the unused memory of CuPy's pool."""
+        with self._arrays.current():
+            cupy.get_default_memory_pool().free_all_blocks()
+
+    def handle(self, address: int) -> bytes:
+        """Return the handle of a block."""
+        with self._arrays.current():
+            return bytes(cupy.cuda.runtime.ipcGetMemHandle(address))
+
+    def open(self, handle: bytes) -> int:
+        """Open another process's block."""
+        with self._arrays.current():
+            return int(cupy.cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEERS))
+
+    def close(self, address: int) -> None:
+        """Close another process's block."""
+        with self._arrays.current():
+            cupy.cuda.runtime.ipcCloseMemHandle(address)
+
+    def register(self, memory: np.ndarray) -> int:
+        """Page-lock host memory, and return its address on the device."""
+        address = ctypes.c_uint64()
+        with self._arrays.current():
+            cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, _MAPPED)
+            host = ctypes.c_void_p(memory.ctypes.data)
+            self._require(self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), host, 0), "register")
+        return address.value
+
+    def unregister(self, memory: np.ndarray) -> None:
+        """Unlock host memory."""
+        with self._arrays.current():
+            cupy.cuda.runtime.hostUnregister(memory.ctypes.data)
+
+    def store(self, address: int, x: Array) -> None:
+        """Queue a copy to the device."""
+        self._copy(address, _address_of(x), x.nbytes)
+
+    def load(self, x: Array, address: int) -> None:
+        """Queue a copy from the device."""
+        self._copy(_address_of(x), address, x.nbytes)
+
+    def _copy(self, destination: int, source: int, nbytes: int) -> None:
+        with self._arrays.current():
+            stream, kind = cupy.cuda.get_current_stream().ptr, cupy.cuda.runtime.memcpyDefault
+            cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, kind, stream)
+
+    def write(self, flag: int, value: int) -> None:
+        """Queue the write of a number."""
+        with self._arrays.current():
+            self._require(self._write(cupy.cuda.get_current_stream().ptr, flag, value, _WRITE), "write")
+
+    def wait(self, flag: int, value: int) -> None:
+        """Queue a wait for a number."""
+        with self._arrays.current():
+            self._require(self._wait(cupy.cuda.get_current_stream().ptr, flag, value, _AT_LEAST), "wait")
+
+    def _require(self, code: int, step: str) -> None:
+        if code:
+            raise RuntimeError(f"CUDA's driver returned the error {code} in the {step} of a message between devices")
+
+    def obstacle(self) -> str:
+        """Return a known reason why other processes can't open blocks."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        with self._arrays.current():
+            attributes = cupy.cuda.Device(self._arrays.device).attributes
+            count = cupy.cuda.runtime.getDeviceCount()
+            others = [k for k in range(count) if k != self._arrays.device]
+            apart = [k for k in others if not cupy.cuda.runtime.deviceCanAccessPeer(self._arrays.device, k)]
+        mode = _MODES.get(attributes["ComputeMode"], "")
+        reasons = [
+            ("MIG" in visible, f"CUDA_VISIBLE_DEVICES={visible} names a MIG instance, which shares no memory with others"),
+            (bool(mode), f"the GPU is in {mode} compute mode (nvidia-smi -c DEFAULT)"),
+            (
+                bool(visible) and count == 1,
+                f"CUDA_VISIBLE_DEVICES={visible} shows one GPU: let each rank see those of the others, too, and call "
+                "mpiad.device.select()",
+            ),
+            (bool(apart), f"GPU {self._arrays.device} has no peer access to {', '.join(map(str, apart))}"),
+        ]
+        return "; ".join(text for holds, text in reasons if holds)
+
+
+def _address_of(x: Array) -> int:
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)

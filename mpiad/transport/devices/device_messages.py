@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm, Rank
-from mpiad.errors import CommunicatorError
+from mpiad.errors import UnfinishedMessagesError
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule, DeviceMemory, Spec, arrays_of, memory_of
 from mpiad.transport.devices.node_memory import BLOCKS, FLAGS, POISON, Markable, NodeMemory, Wait, shared_by
@@ -82,7 +82,7 @@ class Arena:
         self._numbers = np.zeros(FLAGS, np.int64)  # of the messages, by flag; 0 if the flag is unused
         self._slots: dict[int, tuple[Block, Extent]] = {}  # by flag
         self._flags = list(range(FLAGS))
-        self._count = 0
+        self._count, self._is_full = 0, False
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> np.void | None:
@@ -153,9 +153,9 @@ class Arena:
                 self.arrays.synchronize()
             self.board["blocks"] = len(self.blocks)
             return True
-        _log.warning(
-            "the device has no %d bytes for messages between ranks of this node, which are copied through the host.", least
-        )
+        if not self._is_full:
+            _log.warning("the device has no %d bytes for messages between ranks of this node: arrays are staged.", least)
+        self._is_full = True
         return False
 
 
@@ -191,7 +191,7 @@ class DeviceMessages:
 
     def _can_pull(self, owner: Rank) -> bool:
         """Return whether this process can read a rank's arena."""
-        if self.arena is None or not self.flags or not self.arena.blocks:
+        if self.arena is None or not self.flags:
             return False
         pattern = np.zeros_like(self.node.cookie)
         try:
@@ -251,7 +251,7 @@ class DeviceMessages:
         if spec.arrays is None:
             arena.arrays.synchronize()
             if node.packed[owner, flag] == POISON:
-                raise CommunicatorError(f"rank {node.world[owner]} ended before its device had sent an array.")
+                raise UnfinishedMessagesError(f"rank {node.world[owner]} has ended before its device had sent an array.")
         return x
 
     def close(self) -> None:

@@ -1,0 +1,423 @@
+"""Messages in device memory between the ranks of a node: descriptors, slots, growth, waits that never end, the end itself.
+
+The stand-in's memory is shared between the processes of the ranks; its stream runs behind the program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from device_double import DeviceArray, double, on_device, on_host
+from device_ways import sharing, travelling
+from mpi4py import MPI
+
+import mpiad
+from mpiad.transport.core import lookup
+from mpiad.transport.devices import device_messages, device_settings
+from mpiad.transport.devices.device_messages import Block
+from mpiad.transport.devices.device_settings import DeviceSettings
+from mpiad.transport.devices.node_memory import FLAGS, POISON
+
+WORLD = MPI.COMM_WORLD
+RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
+several = pytest.mark.mpi(min_size=2)
+
+
+@contextmanager
+def shared(introduced=True):
+    before = device_settings.put(DeviceSettings(cuda_aware=False))
+    try:
+        with sharing(introduced) as memory:
+            yield memory
+    finally:
+        device_settings.put(before)
+
+
+def values(number, rank=WORLD.rank, length=61):
+    return np.arange(float(length)) + 1000 * number + 1e6 * rank
+
+
+def arena():
+    return device_messages.present().arena
+
+
+def pending():
+    """Return the number of this rank's messages that weren't pulled, after all ranks' streams have run."""
+    double.synchronize()
+    mpiad.mpi_barrier()
+    return arena().pending()
+
+
+def is_one_node():
+    return device_messages.present().node.comm.size == WORLD.size
+
+
+@several
+@pytest.mark.parametrize("length", [1, 8, 9, 300_000])
+def test_descriptors_go_through_mpi_and_hosts_do_not_wait(length):
+    """8 bytes, those of a descriptor, and more."""
+    with shared() as memory:
+        x = on_device(values(0, length=length))
+        lookup.channel(None, "test")
+        memory.copies = 0
+        double.memory.stream.late = 0.001
+        mpiad.mpi_send(x, RIGHT)
+        came = [mpiad.mpi_recv(x, LEFT), mpiad.mpi_exchange(x, RIGHT, LEFT)]
+        sent = mpiad.mpi_isend(x, RIGHT, tag=3)
+        came.append(mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=3))
+        mpiad.mpi_wait(sent)
+        if is_one_node():
+            assert memory.copies == 6  # three are stored, and three loaded
+        for y in came:
+            np.testing.assert_array_equal(on_host(y), values(0, LEFT, length))
+        assert pending() == 0
+
+
+@several
+def test_hosts_read_and_send_through_the_same_calls():
+    with shared() as memory:
+        x = values(0, length=7)
+        y = on_device(x) if WORLD.rank % 2 else x
+        copies = memory.copies
+        for like in (np.zeros(7), on_device(np.zeros(7))):
+            came = mpiad.mpi_exchange(y, RIGHT, LEFT, like=like)
+            assert type(came) is type(like)
+            np.testing.assert_array_equal(on_host(came), values(0, LEFT, 7))
+            request = mpiad.mpi_irecv(like, LEFT, tag=1)
+            mpiad.mpi_send(y, RIGHT, tag=1)
+            np.testing.assert_array_equal(on_host(mpiad.mpi_wait(request)), values(0, LEFT, 7))
+        assert not is_one_node() or memory.copies > copies
+        assert pending() == 0
+
+
+@several
+def test_the_first_arrays_are_staged_until_each_direction_was_tried():
+    with shared(introduced=False) as memory:
+        counts = []
+        for k in range(4):
+            came = mpiad.mpi_exchange(on_device(values(k)), RIGHT, LEFT)
+            np.testing.assert_array_equal(on_host(came), values(k, LEFT))
+            mpiad.mpi_barrier()
+            counts.append(memory.copies)
+        node = device_messages.present().node
+        if is_one_node():
+            assert counts[-1] - counts[-2] == 2 and node.boards[LEFT]["answers"][node.rank] == 1
+
+
+@several
+def test_a_rank_that_never_sends_is_sent_descriptors():
+    """It has an arena, too, with which it reads; and one that has sent, but never received, reads nobody's."""
+    with shared(introduced=False) as memory:
+        x = on_device(values(0))
+        for k in range(4):
+            if WORLD.rank == 0:
+                mpiad.mpi_send(x, 1)
+            if WORLD.rank == 1:
+                np.testing.assert_array_equal(on_host(mpiad.mpi_recv(x, 0)), values(0, 0))
+            mpiad.mpi_barrier()
+        if is_one_node():
+            assert (arena() is not None) == (WORLD.rank < 2)
+            assert len(memory.opened) == (WORLD.rank == 1)
+
+
+@several
+@pytest.mark.parametrize("way", ["broken", "full", "switched off"])
+def test_whatever_is_missing_arrays_are_staged(way, caplog):
+    """On the last rank: another reason there must not matter elsewhere."""
+    last = WORLD.rank == WORLD.size - 1
+    with shared(introduced=False) as memory:
+        if last and way == "broken":
+            memory.broken = "invalid device context"
+        if last and way == "full":
+            memory.limit = 0
+        if way == "switched off":
+            device_settings.put(DeviceSettings(cuda_aware=False, ipc=False))
+        for k in range(4):
+            x = on_device(values(k))
+            np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(x, RIGHT, LEFT)), values(k, LEFT))
+            np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(x, LEFT, RIGHT)), values(k, RIGHT))
+            mpiad.mpi_barrier()
+        if is_one_node():
+            if last and way == "broken":
+                assert "OSError: invalid device context; the stand-in is broken" in caplog.text
+                assert device_messages.present().obstacles
+            if last and way == "full":
+                assert memory.released and "has no" in caplog.text
+            assert (memory.copies > 0) == (way != "switched off")
+
+
+@several
+def test_a_send_never_waits_so_the_arena_grows_and_is_used_again():
+    with shared() as memory:
+        length, count = 40_000, 30
+        for turn in range(2):
+            for k in range(count):
+                mpiad.mpi_send(on_device(values(k, length=length)), RIGHT)
+            for k in range(count):
+                came = mpiad.mpi_recv(on_device(np.zeros(length)), LEFT)
+                np.testing.assert_array_equal(on_host(came), values(k, LEFT, length))
+            if is_one_node():
+                used = memory.used
+                assert pending() == 0 and 8 * length * count <= used <= 4 * 8 * length * count
+                assert len(memory.blocks) < 8 and (turn == 0 or used == first)
+                first = used
+
+
+@several
+def test_blocks_larger_than_any_before_and_more_messages_than_flags():
+    with shared():
+        for length in (3, 500_000, 5):
+            x = on_device(values(0, length=length))
+            np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(x, RIGHT, LEFT)), values(0, LEFT, length))
+        if is_one_node():
+            arena()._flags = arena()._flags[:3]  # a rank may have only so many messages under way
+            arena()._numbers[:] = np.where(arena()._numbers, arena()._numbers, 0)
+            x = [on_device(values(k)) for k in range(8)]
+            for each in x:
+                mpiad.mpi_send(each, RIGHT)  # the last five are staged
+            for k in range(8):
+                np.testing.assert_array_equal(on_host(mpiad.mpi_recv(x[0], LEFT)), values(k, LEFT))
+
+
+@several
+def test_another_size_is_an_error_and_its_slot_is_free():
+    with shared():
+        if WORLD.rank == 0:
+            mpiad.mpi_send(on_device(values(0)), 1)
+            mpiad.mpi_send(on_device(values(1, length=8)), 1)
+            mpiad.mpi_send(np.zeros(8), 1)
+            mpiad.mpi_send(on_device(values(2)), 1)
+        if WORLD.rank == 1:
+            with pytest.raises(ValueError, match="sent 488 bytes with tag 0"):
+                mpiad.mpi_recv(on_device(np.zeros(60)), 0)
+            with pytest.raises(ValueError, match="sent 64 bytes with tag 0"):
+                mpiad.mpi_recv(on_device(np.zeros(61)), 0)
+            with pytest.raises(ValueError, match="sent (64|more) bytes with tag 0"):
+                mpiad.mpi_wait(mpiad.mpi_irecv(np.zeros(2), 0))
+            np.testing.assert_array_equal(on_host(mpiad.mpi_recv(on_device(np.zeros(61)), 0)), values(2, 0))
+        assert pending() == 0
+
+
+@several
+@pytest.mark.unguarded
+def test_debug_mode_compares_the_arrays_not_the_descriptors():
+    with shared() as memory, mpiad.debug.checked():
+        x = on_device(values(0))
+        copies = memory.copies
+        np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(x, RIGHT, LEFT)), values(0, LEFT))
+        request = mpiad.mpi_irecv(x[:1], LEFT)
+        mpiad.mpi_send(x[:1], RIGHT)
+        np.testing.assert_array_equal(on_host(mpiad.mpi_wait(request)), values(0, LEFT)[:1])
+        assert not is_one_node() or memory.copies == copies + 4
+        if WORLD.rank == 0:
+            mpiad.mpi_send(x, 1)
+        if WORLD.rank == 1:
+            with pytest.raises(mpiad.errors.MessageMismatchError, match=r"shape \(61,\), dtype float64, 488 bytes"):
+                mpiad.mpi_recv(on_device(np.zeros(60)), 0)
+        assert pending() == 0
+
+
+@several
+def test_a_reset_frees_the_slots_of_messages_that_nobody_received():
+    comm = WORLD.Dup()
+    mpiad.mpi_init(comm)
+    with shared():
+        for _ in range(3):
+            mpiad.mpi_send(on_device(values(0)), RIGHT, comm=comm)
+        request = mpiad.mpi_irecv(on_device(np.zeros(61)), LEFT, tag=5, comm=comm)
+        mpiad.reset(comm)
+        assert pending() == 0
+        np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT))
+        del request
+        assert pending() == 0
+    comm.Free()
+
+
+@several
+def test_five_hundred_communicators():
+    with shared() as memory:
+        x = on_device(values(0))
+        for k in range(500):
+            comm = WORLD.Dup()
+            mpiad.mpi_init(comm)
+            if k % 50 == 0:
+                np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(x, RIGHT, LEFT, comm=comm)), values(0, LEFT))
+            else:
+                mpiad.mpi_send(x, RIGHT, comm=comm)
+                mpiad.mpi_recv(x, LEFT, comm=comm)
+            comm.Free()
+        assert pending() == 0
+        if is_one_node():
+            assert len(memory.blocks) == 1
+
+
+@several
+def test_cotangents_travel_the_same_way():
+    def loss(x):
+        y = mpiad.mpi_exchange(x**2, RIGHT, LEFT)
+        mpiad.mpi_send(y * x, LEFT, tag=1)
+        z = mpiad.mpi_recv(x, RIGHT, tag=1)
+        return mpiad.device.to_host(np.sum(z * y))
+
+    x = np.linspace(0.5, 1, 70) + WORLD.rank
+    with travelling("staged"):
+        expected = on_host(mpiad.grad(loss, objective="sum")(on_device(x)))
+    with shared() as memory:
+        double.memory.stream.late = 0.002
+        copies = memory.copies
+        found = mpiad.grad(loss, objective="sum")(on_device(x))
+        assert on_host(found).tobytes() == expected.tobytes()
+        assert not is_one_node() or memory.copies == copies + 8
+        assert pending() == 0
+
+
+@several
+def test_domains_exchange_faces_and_ghosts_so():
+    domain = mpiad.Domain((8, 8, 6), halo=1, periodic=True)
+    u = np.random.default_rng(WORLD.rank).normal(size=domain.local_shape)
+    expected = domain.exchange(u)
+    with shared() as memory:
+        copies = memory.copies
+        np.testing.assert_array_equal(on_host(domain.exchange(on_device(u))), expected)
+        assert not is_one_node() or memory.copies > copies
+        assert pending() == 0
+
+
+@several
+def test_compiled_functions_of_host_arrays_receive_what_they_know():
+    """A rank whose compiled function has received from another one never gets its descriptors; or it isn't linked."""
+    step = mpiad.jit(lambda x: mpiad.mpi_exchange(2 * x, RIGHT, LEFT) + x)
+    with shared(introduced=False) as memory:
+        for k in range(3):
+            np.testing.assert_array_equal(step(values(k)), 2 * values(k, LEFT) + values(k))
+        for _ in range(3):
+            assert type(mpiad.mpi_exchange(on_device(values(0)), RIGHT, LEFT)) is DeviceArray
+            mpiad.mpi_barrier()
+        np.testing.assert_array_equal(step(values(9)), 2 * values(9, LEFT) + values(9))
+        assert memory.copies <= WORLD.size
+    again = mpiad.jit(lambda x: mpiad.mpi_exchange(3 * x, RIGHT, LEFT) + x)
+    with shared():
+        for length in (61, 2):
+            for k in range(3):
+                x = values(k, length=length)
+                np.testing.assert_array_equal(again(x), 3 * values(k, LEFT, length) + x)
+        # The neighbor sends from its device what this rank's compiled function receives.
+        x = values(5, length=2)
+        if WORLD.rank % 2 or WORLD.size % 2:
+            np.testing.assert_array_equal(again(x), 3 * values(5, LEFT, 2) + x)
+        else:
+            came = mpiad.mpi_exchange(on_device(3 * x), RIGHT, LEFT, like=np.zeros(2))
+            np.testing.assert_array_equal(came, 3 * values(5, LEFT, 2))
+
+
+@several
+@pytest.mark.unguarded
+@pytest.mark.parametrize("why", ["dead", "ended", "deadline"])
+def test_a_wait_for_what_never_comes_ends_and_the_communicator_raises(why, caplog):
+    comm = WORLD.Dup()
+    mpiad.mpi_init(comm)
+    with shared() as memory:
+        node = device_messages.present().node
+        if not is_one_node() or WORLD.size != 2:
+            comm.Free()
+            return
+        gate = os.pipe()
+        if WORLD.rank == 1:
+            memory.stream.put(lambda: os.read(gate[0], 1))  # its device does nothing from now on
+            mpiad.mpi_send(on_device(values(0)), 0, comm=comm)
+        settings = mpiad.debug.checked(timeout=0.5) if why == "deadline" else shared_nothing()
+        if WORLD.rank == 1 and why == "dead":
+            fcntl.lockf(node._file, fcntl.LOCK_UN, 1, 1)  # as if its process had ended
+        if WORLD.rank == 1 and why == "ended":
+            time.sleep(0.2)
+            device_messages.release_waits()
+        with settings:
+            if WORLD.rank == 0:
+                x = mpiad.mpi_recv(on_device(np.zeros(61)), 1, comm=comm)
+                before = time.monotonic()
+                on_host(x)  # waits for the device
+                assert time.monotonic() - before < 10
+                time.sleep(0.3)
+                with pytest.raises(mpiad.errors.UnfinishedMessagesError, match="rank 1"):
+                    mpiad.mpi_send(x, 1, comm=comm)
+            WORLD.Barrier()
+        os.write(gate[1], b" ")
+        double.synchronize()
+        WORLD.Barrier()
+        if why == "ended":
+            node.packed[node.rank] = 0
+            arena()._reclaim()
+        if WORLD.rank == 1 and why == "dead":
+            node._lock(1)
+        mpiad.reset(comm)
+        np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT))
+        if why != "ended":
+            assert pending() == 0
+    comm.Free()
+
+
+@contextmanager
+def shared_nothing():
+    yield
+
+
+@several
+def test_a_host_that_waits_for_what_never_comes_raises():
+    with shared() as memory:
+        node = device_messages.present().node
+        if not is_one_node() or WORLD.size != 2:
+            return
+        gate = os.pipe()
+        if WORLD.rank == 1:
+            memory.stream.put(lambda: os.read(gate[0], 1))
+            mpiad.mpi_send(on_device(values(0)), 0)
+            time.sleep(0.2)
+            fcntl.lockf(node._file, fcntl.LOCK_UN, 1, 1)
+        else:
+            with pytest.raises(mpiad.errors.UnfinishedMessagesError, match="rank 1 has"):
+                mpiad.mpi_recv(np.zeros(61), 1)
+        WORLD.Barrier()
+        os.write(gate[1], b" ")
+        double.synchronize()
+        WORLD.Barrier()
+        if WORLD.rank == 1:
+            node._lock(1)
+        mpiad.reset()
+
+
+@several
+def test_forks_are_refused():
+    with shared():
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                mpiad.mpi_send(on_device(values(0)), RIGHT)
+            except mpiad.errors.CommunicatorError as error:
+                code = 0 if "forked" in str(error) else 2
+            os.kill(os.getpid(), signal.SIGSEGV if code else signal.SIGKILL)  # without functions at exit
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.serial
+def test_extents_are_joined_again():
+    rng, block, used = np.random.default_rng(0), Block(0, 1 << 16), []
+    for _ in range(3000):
+        if used and rng.random() < 0.5:
+            block.give_back(*used.pop(int(rng.integers(len(used)))))
+        elif (start := block.take(size := 512 * int(rng.integers(1, 9)))) is not None:
+            assert all(end <= start or start + size <= begin for begin, end in used)
+            used.append((start, start + size))
+        taken = sum(end - start for start, end in used)
+        assert sum(end - start for start, end in block.unused) + taken == 1 << 16
+        assert all(a[1] < b[0] for a, b in zip(block.unused, block.unused[1:]))
+    for extent in used:
+        block.give_back(*extent)
+    assert block.unused == [(0, 1 << 16)]
