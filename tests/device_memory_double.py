@@ -118,6 +118,12 @@ class MemoryDouble:
         self.copies += 1
         self.stream.put(lambda: ctypes.memmove(values.ctypes.data, address, values.nbytes))
 
+    def array(self, address, spec, owner):
+        return DeviceArray._of(np.asarray(_Owned(address, spec, (owner, self.blocks[self._block_at(address)]))))
+
+    def _block_at(self, address):
+        return next(start for start, (_, block) in self.blocks.items() if start <= address < start + len(block))
+
     def write(self, flag, value):
         number = self._number(flag)
         self.stream.put(lambda: number.fill(value))
@@ -138,6 +144,16 @@ class MemoryDouble:
 
     def obstacle(self):
         return "the stand-in is broken" if self.broken else ""
+
+
+class _Owned:
+    """Memory at an address, which is its owner's."""
+
+    def __init__(self, address, spec, owner):
+        self._owner = owner
+        self.__array_interface__ = {
+            "shape": spec.shape, "typestr": spec.dtype.str, "data": (address, False), "version": 3
+        }  # fmt: skip
 
 
 def _values(x):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Buffer, Scalar, Shape
+from mpiad.transport.devices.device_arrays import Spec
 
 # Of a graph: capturing and instantiating more at once takes memory and time that grow with their number.
 _MOST_KERNELS = 1000
@@ -286,6 +287,12 @@ class CudaMemory:
     def load(self, x: Array, address: int) -> None:
         """Queue a copy from the device."""
         self._copy(_address_of(x), address, x.nbytes)
+
+    def array(self, address: int, spec: Spec, owner: object) -> Array:
+        """Return an array at an address."""
+        with self._arrays.current():
+            memory = cupy.cuda.UnownedMemory(address, spec.nbytes, owner, self._arrays.device)
+            return cupy.ndarray(spec.shape, spec.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def _copy(self, destination: int, source: int, nbytes: int) -> None:
         with self._arrays.current():

@@ -10,11 +10,16 @@ A rank can't know whether a receiver is able to open its blocks. So the first ar
 them sees that the sender has an arena, it opens the first block, compares a pattern there, and answers on the sender's board.
 From then on, the sender sends descriptors to this rank. Receivers recognize descriptors by their length and by a random number
 of the job. All receives of a rank that has answered accept descriptors in place of arrays.
+
+After the first large array of a size, its receiver offers a slot of its own arena to the sender, which stores the next array
+of this size there, without waiting for an offer. This array is the result of the receive, and the slot's end of use is that
+of the array. So ranks that repeat an exchange copy once per message instead of twice.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,9 +38,10 @@ from mpiad.transport.devices.staging import takes_directly
 DESCRIPTOR_BYTES = 64
 _DESCRIPTOR = np.dtype(
     [("cookie", "u1", (16,)), ("owner", "<i4"), ("flag", "<i4"), ("block", "<i8"), ("start", "<i8"), ("nbytes", "<i8"),
-     ("number", "<i8"), ("rest", "<i8")]
+     ("number", "<i8"), ("sender", "<i8")]
 )  # fmt: skip
 _LEAST_BLOCK, _LARGEST_STEP, _ALIGNMENT = 2 << 20, 256 << 20, 512  # bytes
+_LEAST_OFFERED = 1 << 15  # bytes; the copy of a smaller array takes less time than the look for an offer
 _YES, _NO = 1, -1  # answers
 
 _log = logging.getLogger("mpiad")
@@ -104,7 +110,7 @@ class Arena:
             made["cookie"] = self.node.cookie
             for name, value in (("owner", self.node.rank), ("flag", flag), ("block", block), ("start", start)):
                 made[name] = value
-            made["nbytes"], made["number"] = nbytes, self._count
+            made["nbytes"], made["number"], made["sender"] = nbytes, self._count, self.node.rank
             return made[()]
 
     def _found(self, size: int) -> tuple[int, int] | None:
@@ -126,8 +132,12 @@ class Arena:
             numbers[flag] = 0
             self._flags.append(flag)
 
-    def pending(self) -> int:
-        """Return the number of messages that haven't been pulled."""
+    def block_of(self, flag: int) -> Block:
+        """Return the block of a slot in use."""
+        return self._slots[flag][0]
+
+    def slots(self) -> int:
+        """Return the number of slots in use, those that are offered included."""
         with self._lock:
             self._reclaim()
             return len(self._slots)
@@ -168,6 +178,9 @@ class DeviceMessages:
         self.flags = 0  # the address on the device of the memory of the node
         self._opened: dict[tuple[Rank, int], int] = {}  # by owner and block: the address
         self.obstacles: dict[Rank, str] = {}  # by local rank: why its device memory can't be accessed
+        self._stored: dict[tuple[Rank, int], int] = {}  # by owner and index: the number of the latest offer that was used
+        self.offered: dict[int, tuple[Rank, int]] = {}  # by flag: the rank to which a slot is offered, and the index
+        self.results: set[int] = set()  # flags of slots that are arrays of the program
         self._lock = threading.RLock()
 
     def introduce(self, arrays: ArrayModule, peers: Iterable[Rank]) -> None:
@@ -225,12 +238,55 @@ class DeviceMessages:
         arena, receiver = self.arena, self.node.local.get(peer, self.node.rank)
         if arena is None or not array.nbytes or arena.board["answers"][receiver] != _YES or arrays_of(array) != arena.arrays:
             return None
-        found = arena.take(array.nbytes)
-        if found is None:
-            return None
-        arena.memory.store(arena.blocks[found["block"]].address + int(found["start"]), array)
+        found = self._offer_of(receiver, array.nbytes)
+        if found is not None:
+            block = self._address(receiver, int(found["block"]))
+        else:
+            found = arena.take(array.nbytes)
+            if found is None:
+                return None
+            block = arena.blocks[found["block"]].address
+        arena.memory.store(block + int(found["start"]), array)
         arena.memory.write(self._flag("packed", found), int(found["number"]))
         return _buffer(Spec.of(array), found.tobytes())
+
+    def _offer_of(self, receiver: Rank, nbytes: int) -> np.void | None:
+        """Return the descriptor of a slot that the receiver offers for an array of this size."""
+        if nbytes < _LEAST_OFFERED:
+            return None
+        with self._lock:
+            offers = self.node.boards[receiver]["offers"][self.node.rank]
+            for k in np.flatnonzero(offers["nbytes"] == nbytes).tolist():
+                number = int(offers[k]["number"])  # it is written last
+                if number and self._stored.get((receiver, k)) != number:
+                    self._stored[receiver, k] = number
+                    made = np.zeros((), _DESCRIPTOR)
+                    made["cookie"], made["owner"], made["sender"] = self.node.cookie, receiver, self.node.rank
+                    for name in ("number", "nbytes", "block", "start", "flag"):
+                        made[name] = offers[k][name]
+                    return made[()]
+        return None
+
+    def _offer(self, sender: Rank, nbytes: int) -> None:
+        """Offer a slot for another array of this size, if the sender can write there."""
+        arena, board = self.arena, self.node.boards[self.node.rank]
+        if arena is None or nbytes < _LEAST_OFFERED or board["answers"][sender] != _YES:
+            return
+        with self._lock:
+            offers = board["offers"][sender]
+            free = np.flatnonzero(offers["number"] == 0)
+            found = arena.take(nbytes) if free.size else None
+            if found is not None:
+                for name in ("nbytes", "block", "start", "flag", "number"):
+                    offers[free[0]][name] = found[name]
+                self.offered[int(found["flag"])] = sender, int(free[0])
+
+    def withdraw(self, flag: int) -> None:
+        """Remove the offer of a slot that the sender has used."""
+        with self._lock:
+            if flag in self.offered:
+                sender, k = self.offered.pop(flag)
+                self.node.boards[self.node.rank]["offers"][sender][k]["number"] = 0
 
     def _flag(self, flags: str, found: np.void) -> int:
         return self.flags + self.node.offset(flags, int(found["owner"]), int(found["flag"]))
@@ -241,12 +297,20 @@ class DeviceMessages:
         assert arena is not None  # this rank has answered the sender  # noqa: S101
         if spec.arrays is not None and spec.arrays != arena.arrays:  # on another device of this process
             return spec.arrays.to_device(self.pull(found, spec._replace(arrays=None), None, channel))
-        x = spec.empty() if out is None else out
-        owner, flag, number = (int(found[name]) for name in ("owner", "flag", "number"))
+        owner, flag, number, sender = (int(found[name]) for name in ("owner", "flag", "number", "sender"))
         if node.packed[owner, flag] != number:
             arena.memory.wait(self._flag("packed", found), number)
-            node.note(Wait(owner, flag, number, time.monotonic(), channel))
-        arena.memory.load(x, self._address(owner, int(found["block"])) + int(found["start"]))
+            node.note(Wait(sender, owner, flag, number, time.monotonic(), channel))
+        block, is_own = int(found["block"]), owner == node.rank
+        address = (arena.blocks[block].address if is_own else self._address(owner, block)) + int(found["start"])
+        if is_own:
+            self.withdraw(flag)
+        if spec.arrays is not None:
+            self._offer(sender, spec.nbytes)
+        if is_own and spec.arrays is not None and out is None:
+            return arena.memory.array(address, spec, Result(self, found))
+        x = spec.empty() if out is None else out
+        arena.memory.load(x, address)
         arena.memory.write(self._flag("pulled", found), number)
         if spec.arrays is None:
             arena.arrays.synchronize()
@@ -265,12 +329,30 @@ class DeviceMessages:
                 arena.memory.close(address)
         self.node.comm.Barrier()
         if arena is not None:
+            kept = {id(arena.block_of(flag)) for flag in self.results}  # their memory is the program's until its end
             for block in arena.blocks:
-                arena.memory.free(block.address)
+                if id(block) not in kept:
+                    arena.memory.free(block.address)
+            self.arena = None
             if self.flags:
                 arena.memory.unregister(self.node.memory)
         self.node.close()
         self.node.comm.Free()
+
+
+class Result:
+    """The owner of a slot of this rank that is an array of the program."""
+
+    def __init__(self, messages: DeviceMessages, found: np.void):
+        self._messages, self._found = messages, found
+        messages.results.add(int(found["flag"]))
+
+    def __del__(self) -> None:
+        # In the order of the stream, after the last operation that reads the array.
+        messages, arena = self._messages, self._messages.arena
+        messages.results.discard(int(self._found["flag"]))
+        if arena is not None:
+            arena.memory.write(messages._flag("pulled", self._found), int(self._found["number"]))
 
 
 _present: DeviceMessages | None = None
@@ -280,6 +362,16 @@ _reason = "the library hasn't started"  # if there are none
 def present() -> DeviceMessages | None:
     """Return the messages in device memory of this process, None if there are none."""
     return _present
+
+
+def _forget_in_child() -> None:
+    global _present
+    if _present is not None:
+        _present.arena = _present = None  # a fork can't use its parent's device
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def start(node: Comm, world: list[Rank], may_bring_arrays: bool) -> None:
@@ -403,4 +495,6 @@ def discard(memory: np.ndarray) -> None:
 
 
 def _drop(found: np.void) -> None:
+    if found["owner"] == _present.node.rank:  # type: ignore[union-attr]
+        _present.withdraw(int(found["flag"]))  # type: ignore[union-attr]
     _present.node.pulled[found["owner"], found["flag"]] = found["number"]  # type: ignore[union-attr]

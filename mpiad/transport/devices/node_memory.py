@@ -1,8 +1,8 @@
 """Host memory that the ranks of a node share: the boards on which they publish device memory, and the flags of messages.
 
 Each rank has a board in one file of POSIX shared memory. The file is removed as soon as all ranks have mapped it, so nothing
-is left behind by killed ranks. A message in device memory has two flags on its sender's board, 64-bit numbers that devices
-write and wait for:
+is left behind by killed ranks. A message in device memory has two flags on the board of the rank whose memory it is in, 64-bit
+numbers that devices write and wait for:
 
 - `packed`: the sender's device writes the message's number after it has written the message;
 - `pulled`: the receiver's device writes this number after it has read the message, whose memory may then be used again.
@@ -33,7 +33,9 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Rank
 
 POISON = 1 << 62  # larger than the number of any message
-BLOCKS, FLAGS = 256, 1 << 14  # of one rank: blocks of device memory, and messages that haven't been pulled
+# Of one rank: blocks of device memory; messages that haven't been pulled; slots that it offers to each other rank.
+BLOCKS, FLAGS, OFFERS = 256, 1 << 14, 8
+OFFER = np.dtype([(name, "<i8") for name in ("number", "nbytes", "block", "start", "flag")])
 _FOLDER = Path("/dev/shm")
 _LOOKS_EVERY = 0.1  # seconds
 _COOKIE = 16  # bytes
@@ -61,7 +63,8 @@ class Markable(Protocol):
 class Wait(NamedTuple):
     """A wait of this rank's device until the message `number` of a rank is packed."""
 
-    owner: Rank  # local rank of the sender
+    sender: Rank  # local rank
+    owner: Rank  # on whose board the flag is
     flag: int
     number: int
     began: float
@@ -71,7 +74,7 @@ class Wait(NamedTuple):
 def board_of(size: int) -> np.dtype:
     """Return the dtype of a rank's board, which fills whole pages, on a node with so many ranks."""
     fields = [("blocks", "<i8"), ("answers", "<i8", (size,)), ("handles", "u1", (BLOCKS, 64))]
-    fields += [("packed", "<i8", (FLAGS,)), ("pulled", "<i8", (FLAGS,))]
+    fields += [("offers", OFFER, (size, OFFERS)), ("packed", "<i8", (FLAGS,)), ("pulled", "<i8", (FLAGS,))]
     nbytes = np.dtype(fields).itemsize
     return np.dtype([*fields, ("rest", "u1", (-nbytes % mmap.PAGESIZE,))])
 
@@ -113,10 +116,10 @@ class NodeMemory:
         value = self.packed[wait.owner, wait.flag]
         if value >= wait.number and value != POISON:
             return True
-        limit, seconds, rank = _deadline(), time.monotonic() - wait.began, self.world[wait.owner]
+        limit, seconds, rank = _deadline(), time.monotonic() - wait.began, self.world[wait.sender]
         if value == POISON:
             reason = f"rank {rank} ended the job before it had sent an array on its device."
-        elif not self.is_alive(wait.owner):
+        elif not self.is_alive(wait.sender):
             reason = f"the process of rank {rank} died before it had sent an array on its device."
         elif limit is not None and seconds > limit:
             reason = f"an array on the device of rank {rank} hasn't arrived after {seconds:.0f} seconds."
