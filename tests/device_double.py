@@ -164,7 +164,9 @@ class DeviceArray:
     def __getitem__(self, idx: Any) -> DeviceArray:
         if any(isinstance(part, DeviceArray) and part.dtype == bool for part in (idx if type(idx) is tuple else (idx,))):
             transfers.to_host(8)
-        is_view = all(isinstance(part, (int, slice, type(...), type(None))) for part in (idx if type(idx) is tuple else (idx,)))
+        is_view = all(
+            isinstance(part, (int, slice, type(...), type(None))) for part in (idx if type(idx) is tuple else (idx,))
+        )
         return _wrapped((self.__data if is_view else self.__values)[_index(idx)])
 
     def __setitem__(self, idx: Any, value: Any) -> None:
@@ -194,8 +196,11 @@ class DeviceArray:
         self.__values.fill(_plain(value, "fill"))
 
     def reshape(self, *shape: Any, order: str = "C") -> DeviceArray:
-        return _wrapped(self.__data.reshape(*shape, order=order) if self.flags.c_contiguous else
-                        self.__values.reshape(*shape, order=order))
+        return _wrapped(
+            self.__data.reshape(*shape, order=order)
+            if self.flags.c_contiguous
+            else self.__values.reshape(*shape, order=order)
+        )
 
     def transpose(self, *axes: Any) -> DeviceArray:
         return _wrapped(self.__data.transpose(*axes))

@@ -12,13 +12,17 @@ from pathlib import Path
 
 import autograd.numpy as anp
 import numpy as np
+from device_double import on_device, on_host
+from device_ways import sharing
 from mpi4py import MPI
 from ode_systems import decay
 
 import mpiad
-from mpiad import mpi_allreduce, mpi_local_rank, mpi_recv, mpi_send, value_and_grad
+from mpiad import mpi_allreduce, mpi_exchange, mpi_local_rank, mpi_recv, mpi_send, value_and_grad
 from mpiad.compiling import cache
+from mpiad.device import to_host
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
+from mpiad.transport.devices import device_messages
 
 WORLD = MPI.COMM_WORLD
 RANK, NODE = WORLD.rank, WORLD.rank % 2
@@ -101,6 +105,25 @@ def solve_ensembles(node: MPI.Comm) -> None:
     assert origins and all(found == ["compiled", "disk"] for found in origins), origins
 
 
+def send_from_devices() -> None:
+    """Exchange arrays on devices with all ranks: ranks of the node read them there, the others get what is staged."""
+    with sharing(introduced=False) as memory:
+        for turn in range(5):
+            stored = memory.copies
+            for shift in (1, 2, 3):
+                there, back = (RANK + shift) % 4, (RANK - shift) % 4
+                x = on_device(np.arange(LONG) + 100.0 * RANK + turn)
+                came = mpi_exchange(x, there, back)
+                assert np.array_equal(on_host(came), np.arange(LONG) + 100.0 * back + turn)
+                del came
+            assert turn < 3 or memory.copies == stored + 1, (turn, stored, memory.copies)
+        opened = {owner for owner, _ in device_messages.present()._opened}
+        assert opened == {1 - RANK // 2}  # the node's other rank
+        J, gradient = value_and_grad(lambda x: to_host(np.sum(mpi_exchange(x * x, (RANK + 2) % 4, (RANK + 2) % 4))),
+                                     objective="sum")(x)  # fmt: skip
+        assert np.array_equal(on_host(gradient), 2 * on_host(x)) and J > 0
+
+
 def main() -> None:
     node = of_one_node()
     (OWN / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,6 +135,7 @@ def main() -> None:
         exchange_in_pairs(pair, ranks)
     receive_from_anyone()
     place_blocks()
+    send_from_devices()
     solve_ensembles(node)
     print(f"rank {RANK}: all is right")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from operator import itemgetter
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import autograd.numpy as anp
@@ -26,13 +27,27 @@ import threadpoolctl
 from mpiad._typing import Array, Comm, Rank, Scalar
 from mpiad.differentiation import value_and_grad
 from mpiad.environment_variables import VARIABLES
-from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
+from mpiad.primitives import (
+    mpi_allreduce,
+    mpi_bcast,
+    mpi_exchange,
+    mpi_irecv,
+    mpi_isend,
+    mpi_rank,
+    mpi_recv,
+    mpi_send,
+    mpi_size,
+    mpi_sum,
+    mpi_wait,
+)
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, world
 from mpiad.transport.core.channels import make_communicator
 from mpiad.transport.core.fault_tolerance import flush_streams
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices import staging
+from mpiad.transport.devices.device_arrays import ArrayModule, selected_arrays
+from mpiad.transport.devices.device_messages import way_to
 from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
 from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library, output_of
 from mpiad.transport.resources import cores, huge_pages
@@ -136,6 +151,56 @@ def _ping_pong(comm: Comm, array: np.ndarray) -> None:
     elif comm.rank == 1:
         comm.Recv(array, 0)
         comm.Send(array, 0)
+
+
+_LARGE_ARRAY = 64 << 20  # bytes
+_MOST_SHIFTS = 8  # each rank is tried with so many ranks after it and before it
+
+
+def device_messages_of(group: Channel) -> str:
+    """Try messages of device arrays between ranks in both directions, and return their ways and speeds; collective."""
+    if group.size == 1:
+        return "none: there is only one rank"
+    arrays: ArrayModule = None  # type: ignore[assignment]
+    reason = ""
+    try:
+        arrays = selected_arrays()
+    except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
+        reason = str(error) or type(error).__name__
+    if missing := [(rank, text) for rank, text in enumerate(group.data.allgather(reason)) if text]:
+        return f"none: rank {missing[0][0]} has no device arrays ({missing[0][1]})"
+    ways: dict[bool, set[str]] = {True: set(), False: set()}
+    for shift in range(1, min(group.size, _MOST_SHIFTS + 1)):
+        after, before = (group.rank + shift) % group.size, (group.rank - shift) % group.size
+        for _ in range(3):  # the first ones are staged, so that a rank can answer
+            mpi_exchange(arrays.full((1,), group.rank, float), after, before, comm=group.user)
+            group.data.Barrier()
+        here, way = way_to(group, after, arrays)
+        ways[here].add(way)
+    every = group.data.allgather(ways)
+    inside, between = (sorted(set().union(*[found[here] for found in every])) for here in (True, False))
+    small, large = (_device_ping_pong(group, arrays, nbytes) for nbytes in (8, _LARGE_ARRAY))
+    speed = f"{1e-9 * _LARGE_ARRAY / large:.3g} GB/s, {1e6 * small:.3g} µs from rank 0 to 1"
+    text = " or ".join(inside) or "no two ranks on a node"
+    return f"{text}; between nodes: {' or '.join(between)}; {speed}" if between else f"{text}; {speed}"
+
+
+def _device_ping_pong(group: Channel, arrays: ArrayModule, nbytes: int) -> float:
+    """Return the shortest time of a message of device arrays from rank 0 to rank 1, in seconds, on all ranks."""
+    x, least = arrays.full((nbytes // 8,), 0, float), float("inf")
+    for _ in range(20):
+        arrays.synchronize()
+        group.data.Barrier()
+        start = perf_counter()
+        if group.rank < 2:
+            for sends in (group.rank == 0, group.rank == 1):
+                if sends:
+                    mpi_send(x, 1 - group.rank, comm=group.user)
+                else:
+                    x = mpi_recv(x, 1 - group.rank, comm=group.user)
+            arrays.synchronize()
+            least = min(least, perf_counter() - start)
+    return group.data.bcast(least, 0) / 2
 
 
 _TOLERANCE = 1e-12
@@ -312,6 +377,8 @@ class Environment(NamedTuple):
         The largest error of a value and gradient compared with closed forms.
     mistakes : list of Mistake
         Mistakes that cause errors or slowness, with remedies.
+    device_messages : str
+        How device arrays travel between ranks of a node and between nodes, with measured speeds.
     """
 
     library: Library
@@ -320,6 +387,7 @@ class Environment(NamedTuple):
     speed: Speed | None
     selftest: SelfTest
     mistakes: list[Mistake]
+    device_messages: str
 
     @property
     def ok(self) -> bool:
@@ -362,6 +430,8 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     places = group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
     begin_stage("measuring messages")
     speed = speed_of(group)
+    begin_stage("trying messages of device arrays")
+    between_devices = device_messages_of(group)
     begin_stage("comparing a gradient with its closed form")
     selftest = run_selftest(group.user)
     begin_stage("collecting the results")
@@ -372,7 +442,7 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     if not started_by.name:
         mistakes += mpiexec_mistakes(mpi)
     # All ranks get rank 0's result, because the exit code must be the same on all ranks.
-    return Environment(*group.data.bcast((mpi, started_by, places, speed, selftest, mistakes), 0))
+    return Environment(*group.data.bcast((mpi, started_by, places, speed, selftest, mistakes, between_devices), 0))
 
 
 def _lines(result: Environment) -> list[str]:
@@ -391,6 +461,7 @@ def _lines(result: Environment) -> list[str]:
         + (f" ({mpi.path})" if mpi.path else ""),
         f"  launcher  {result.launcher.name or 'none: a single process'}",
         f"  GPU memory in messages  {mpi.takes_device_buffers}",
+        f"  device messages  {result.device_messages}",
         *[line for node in nodes for line in _node_lines(node, [place for place in places if place.node == node])],
         f"  messages  {result.speed or 'none: there is only one rank'}",
         f"  gradient  {result.selftest}",

@@ -259,7 +259,6 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec, received: Slices, call: str) -> Array:
     """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
-
     if device_messages.receives_descriptors(channel, received) or device_messages.sends_descriptors(array, channel, sent):
         return _exchange_parts(channel, tag, array, sent, spec, received, call)
 

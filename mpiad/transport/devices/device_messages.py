@@ -1,19 +1,20 @@
 """Messages in device memory between the ranks of a node, for an MPI that can't access this memory.
 
 Each rank has an *arena*: blocks of device memory that the other ranks of the node open by handles (CUDA IPC). The sender's
-device copies an array into a slot of the arena, and MPI carries a descriptor of 64 bytes in place of the array. So the order
-of messages, tags and wildcards remain MPI's. The receiver's device waits for the flag `packed`, copies the array out of the
-slot, and writes the flag `pulled`; hosts don't wait for devices (see `node_memory`). The sender reuses a slot when it has been
-pulled. A send never waits for its receiver: without a free slot the arena grows, and without memory the array is staged.
+device copies an array into a slot of the arena, and MPI carries a descriptor of 64 bytes in place of the array. So the
+order of messages, tags and wildcards remain MPI's. The receiver's device waits for the flag `packed`, copies the array out
+of the slot, and writes the flag `pulled`; hosts don't wait for devices (see `node_memory`). The sender uses a slot again
+after it has been pulled. A send never waits for its receiver: without a free slot the arena grows, and without memory the
+array is staged.
 
 A rank can't know whether a receiver is able to open its blocks. So the first arrays are staged. When the receiver of one of
-them sees that the sender has an arena, it opens the first block, compares a pattern there, and answers on the sender's board.
-From then on, the sender sends descriptors to this rank. Receivers recognize descriptors by their length and by a random number
-of the job. All receives of a rank that has answered accept descriptors in place of arrays.
+them sees that the sender has an arena, it opens the first block, compares a pattern there, and answers on the sender's
+board. After this answer, the sender sends descriptors to this rank. Receivers recognize descriptors by their length and by
+a random number of the job. All receives of a rank accept descriptors in place of arrays.
 
-After the first large array of a size, its receiver offers a slot of its own arena to the sender, which stores the next array
-of this size there, without waiting for an offer. This array is the result of the receive, and the slot's end of use is that
-of the array. So ranks that repeat an exchange copy once per message instead of twice.
+After the first large array of a size, its receiver offers a slot of its own arena to the sender, which stores the next
+array of this size there; it never waits for an offer. This array is the result of the receive, and its slot is used again
+when the program has dropped it. So ranks that repeat an exchange copy once per message instead of twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -80,7 +81,7 @@ class Block:
 
 
 class Arena:
-    """This rank's blocks, in which its messages wait for their receivers."""
+    """The blocks of this rank, in which its messages wait for their receivers."""
 
     def __init__(self, arrays: ArrayModule, memory: DeviceMemory, node: NodeMemory):
         self.arrays, self.memory, self.node, self.board = arrays, memory, node, node.boards[node.rank]
@@ -236,7 +237,12 @@ class DeviceMessages:
     def pack(self, array: Array, peer: Rank) -> np.ndarray | None:
         """Return the descriptor of a C-contiguous array for a rank of the world; None if it can't get one."""
         arena, receiver = self.arena, self.node.local.get(peer, self.node.rank)
-        if arena is None or not array.nbytes or arena.board["answers"][receiver] != _YES or arrays_of(array) != arena.arrays:
+        if (
+            arena is None
+            or not array.nbytes
+            or arena.board["answers"][receiver] != _YES
+            or arrays_of(array) != arena.arrays
+        ):
             return None
         found = self._offer_of(receiver, array.nbytes)
         if found is not None:
@@ -429,6 +435,21 @@ def receives_descriptors(channel: Markable, peers: Iterable[Rank]) -> bool:
     node = _present.node
     local = [node.local.get(channel.members[peer], -1) if peer >= 0 else -1 for peer in peers]
     return any(k >= 0 and node.boards[k]["answers"][node.rank] == _YES for k in local)
+
+
+def way_to(channel: Markable, peer: Rank, arrays: ArrayModule) -> tuple[bool, str]:
+    """Return whether a rank of a channel is on this rank's node, and as text the way of device arrays to it."""
+    if takes_directly(arrays):
+        return _present is not None and channel.members[peer] in _present.node.local, "CUDA-aware MPI"
+    if _present is None:
+        return True, f"staged ({_reason})"
+    receiver = _present.node.local.get(channel.members[peer])
+    if receiver is None:
+        return False, "staged"
+    if _present.arena is not None and _present.arena.board["answers"][receiver] == _YES:
+        return True, "CUDA IPC"
+    reasons = [*_present.obstacles.values(), "the receiver can't read this rank's device memory"]
+    return True, f"staged ({reasons[0]})"
 
 
 def sends_descriptors(array: Array, channel: Markable, peers: Iterable[Rank]) -> bool:

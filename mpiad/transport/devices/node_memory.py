@@ -1,15 +1,15 @@
 """Host memory that the ranks of a node share: the boards on which they publish device memory, and the flags of messages.
 
-Each rank has a board in one file of POSIX shared memory. The file is removed as soon as all ranks have mapped it, so nothing
-is left behind by killed ranks. A message in device memory has two flags on the board of the rank whose memory it is in, 64-bit
+Each rank has a board in one file of POSIX shared memory. The file is removed as soon as all ranks have mapped it, so killed
+ranks leave nothing behind. A message in device memory has two flags on the board of the rank whose memory it is in, 64-bit
 numbers that devices write and wait for:
 
 - `packed`: the sender's device writes the message's number after it has written the message;
 - `pulled`: the receiver's device writes this number after it has read the message, whose memory may then be used again.
 
-A device that waits for a flag can't be interrupted, so a thread looks after the waits of this rank: if the other rank has died
-or ended the job, or the deadline of waits is over, it writes `POISON`, which ends the wait, and marks the communicator as
-unusable. Ranks hold a lock on the file, which the system releases when a process ends, however it ends.
+A device that waits for a flag can't be interrupted, so a thread looks after the waits of this rank: if the other rank has
+died or ended the job, or the deadline of waits is over, it writes `POISON`, which ends the wait, and marks the communicator
+as unusable. Ranks hold a lock on the file, which the system releases when a process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank
 
@@ -41,7 +40,13 @@ _LOOKS_EVERY = 0.1  # seconds
 _COOKIE = 16  # bytes
 
 _log = logging.getLogger("mpiad")
-_deadline: Callable[[], float | None] = lambda: None
+
+
+def _no_deadline() -> float | None:
+    return None
+
+
+_deadline: Callable[[], float | None] = _no_deadline
 
 
 def set_deadline(deadline: Callable[[], float | None]) -> None:
@@ -202,5 +207,3 @@ def _made(nbytes: int, cookie: bytes) -> bytes:
     finally:
         os.close(file)
     return os.fsencode(path)
-
-

@@ -6,23 +6,27 @@ The stand-in's memory is shared between the processes of the ranks; its stream r
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
+import re
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 from device_double import DeviceArray, double, on_device, on_host
 from device_ways import sharing, travelling
+from machine_load import slowdown
 from mpi4py import MPI
 
 import mpiad
 from mpiad.transport.core import lookup
-from mpiad.transport.devices import device_messages, device_settings
+from mpiad.transport.core.channels import base, world_ranks
+from mpiad.transport.devices import device_messages, device_settings, node_memory
 from mpiad.transport.devices.device_messages import Block
 from mpiad.transport.devices.device_settings import DeviceSettings
-from mpiad.transport.devices.node_memory import FLAGS, POISON
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
@@ -117,7 +121,7 @@ def test_a_rank_that_never_sends_is_sent_descriptors():
     """It has an arena, too, with which it reads; and one that has sent, but never received, reads nobody's."""
     with shared(introduced=False) as memory:
         x = on_device(values(0))
-        for k in range(4):
+        for _ in range(4):
             if WORLD.rank == 0:
                 mpiad.mpi_send(x, 1)
             if WORLD.rank == 1:
@@ -282,7 +286,9 @@ def test_a_reset_frees_the_slots_of_messages_that_nobody_received():
         request = mpiad.mpi_irecv(on_device(np.zeros(61)), LEFT, tag=5, comm=comm)
         mpiad.reset(comm)
         assert pending() == 0
-        np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT))
+        np.testing.assert_array_equal(
+            on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT)
+        )
         del request
         assert pending() == 0
     comm.Free()
@@ -405,7 +411,9 @@ def test_a_wait_for_what_never_comes_ends_and_the_communicator_raises(why, caplo
         if WORLD.rank == 1 and why == "dead":
             node._lock(1)
         mpiad.reset(comm)
-        np.testing.assert_array_equal(on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT))
+        np.testing.assert_array_equal(
+            on_host(mpiad.mpi_exchange(on_device(values(1)), RIGHT, LEFT, comm=comm)), values(1, LEFT)
+        )
         if why != "ended":
             assert pending() == 0
     comm.Free()
@@ -455,6 +463,49 @@ def test_forks_are_refused():
         assert os.WTERMSIG(status) == signal.SIGKILL
 
 
+@several
+@pytest.mark.parametrize("way", ["shared", "broken", "off"])
+def test_the_report_names_the_way_and_why_it_is_another(way, monkeypatch):
+    environment = importlib.import_module("mpiad.debug.environment")
+    monkeypatch.setattr(environment, "selected_arrays", lambda: double)
+    monkeypatch.setattr(environment, "_LARGE_ARRAY", 1 << 20)
+    before = device_settings.put(DeviceSettings(cuda_aware=False, ipc=way != "off"))
+    with sharing(introduced=False) as memory:
+        memory.broken = "invalid device context" if way == "broken" else ""
+        found = environment.device_messages_of(lookup.channel(None, "test"))
+    device_settings.put(before)
+    one_node = mpiad.mpi_allreduce(int(base().Split_type(MPI.COMM_TYPE_SHARED).size == WORLD.size), op=MPI.MIN)
+    expected = {"shared": "CUDA IPC; ", "broken": "staged (OSError: invalid device context; the stand-in is broken); ",
+                "off": "staged (MPIAD_CUDA_IPC=0); "}[way]  # fmt: skip
+    assert found.startswith(expected) or not one_node
+    assert re.search(r"[\d.e+-]+ GB/s, [\d.e+-]+ µs from rank 0 to 1$", found)
+
+
+@several
+@pytest.mark.parametrize("why", ["equal", "folder", "memory"])
+def test_a_node_whose_ranks_cannot_share_memory_is_named(why, monkeypatch, tmp_path, caplog):
+    if why == "equal":
+        monkeypatch.setattr(node_memory.os, "getpid", lambda: 7)
+    elif why == "folder":
+        monkeypatch.setattr(node_memory, "_FOLDER", tmp_path / "none")
+    elif WORLD.rank == WORLD.size - 1:  # another /dev/shm
+
+        def refuse(*args):
+            raise FileNotFoundError(2, "No such file or directory")
+
+        monkeypatch.setattr(node_memory.os, "open", refuse)
+    node = base().Split_type(MPI.COMM_TYPE_SHARED)
+    device_messages.start(node, world_ranks(node), True)
+    found = device_messages.present()
+    device_messages.close()
+    monkeypatch.undo()
+    if node.size == WORLD.size:
+        text = {"equal": "ranks have equal process numbers (7), in separate PID namespaces", "folder": "has no memory for",
+                "memory": "the ranks don't share /dev/shm (No such file or directory)"}[why]  # fmt: skip
+        assert found is None and text in caplog.text
+    node.Free()
+
+
 @pytest.mark.serial
 def test_extents_are_joined_again():
     rng, block, used = np.random.default_rng(0), Block(0, 1 << 16), []
@@ -470,3 +521,44 @@ def test_extents_are_joined_again():
     for extent in used:
         block.give_back(*extent)
     assert block.unused == [(0, 1 << 16)]
+
+
+LEFT_ALONE = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+import mpiad
+from device_double import double, on_device, on_host
+from device_ways import sharing
+rank, how = MPI.COMM_WORLD.rank, sys.argv[1]
+mpiad.mpi_init()
+shared = sharing()
+memory = shared.__enter__()
+x = on_device(np.arange(5000.0))
+for _ in range(3):
+    x = mpiad.mpi_exchange(x, 1 - rank, 1 - rank)
+if rank == 1:
+    memory.stream.put(lambda: time.sleep(60))
+    mpiad.mpi_send(x, 0)
+    time.sleep(0.5)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ZeroDivisionError("on purpose")
+y = mpiad.mpi_recv(x, 1)
+print("waiting", flush=True)
+on_host(y)
+mpiad.mpi_recv(x, 1)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_is_killed_or_raises_ends_the_job_and_leaves_nothing(mpirun, how):
+    before = {path.name for path in Path("/dev/shm").glob("mpiad-*") if path.is_file()}
+    start = time.monotonic()
+    done = mpirun(2, LEFT_ALONE, how, timeout=60)
+    assert done.returncode != 0 and time.monotonic() - start < 30 * slowdown()
+    assert "waiting" in done.stdout
+    assert how == "killed" or "ZeroDivisionError: on purpose" in done.stderr
+    assert {path.name for path in Path("/dev/shm").glob("mpiad-*") if path.is_file()} <= before
