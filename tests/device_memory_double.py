@@ -118,8 +118,8 @@ class MemoryDouble:
         self.copies += 1
         self.stream.put(lambda: ctypes.memmove(values.ctypes.data, address, values.nbytes))
 
-    def array(self, address, spec, owner):
-        return DeviceArray._of(np.asarray(_Owned(address, spec, (owner, self.blocks[self._block_at(address)]))))
+    def array(self, address, shape, dtype, owner):
+        return DeviceArray._of(np.asarray(_Owned(address, shape, dtype, (owner, self.blocks[self._block_at(address)]))))
 
     def _block_at(self, address):
         return next(start for start, (_, block) in self.blocks.items() if start <= address < start + len(block))
@@ -149,10 +149,10 @@ class MemoryDouble:
 class _Owned:
     """Memory at an address, which is its owner's."""
 
-    def __init__(self, address, spec, owner):
+    def __init__(self, address, shape, dtype, owner):
         self._owner = owner
         self.__array_interface__ = {
-            "shape": spec.shape, "typestr": spec.dtype.str, "data": (address, False), "version": 3
+            "shape": shape, "typestr": dtype.str, "data": (address, False), "version": 3
         }  # fmt: skip
 
 

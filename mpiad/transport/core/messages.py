@@ -118,11 +118,13 @@ def as_bytes(array: Array) -> Buffer:
 class Receipt:
     """A pending receive. `memory`: where MPI writes an array, or its descriptor (see `device_messages`)."""
 
-    __slots__ = ("envelope", "memory", "requests", "spec", "transfer")
+    __slots__ = ("envelope", "is_described", "memory", "requests", "spec", "transfer")
 
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
         self.spec, self.envelope = spec, envelope
-        self.transfer = incoming_transfer(spec)
+        # In place of an array on a device, a descriptor may arrive, for which no page-locked memory is necessary.
+        self.is_described = _expects_descriptor(spec, envelope)
+        self.transfer = incoming_transfer(spec._replace(arrays=None) if self.is_described else spec)
         self.memory: Buffer = self.transfer.buffer
         if type(self.memory) is np.ndarray and (landing := device_messages.landing(spec)) is not None:
             self.memory = landing
@@ -169,15 +171,17 @@ def finish_receive(receipt: Receipt, call: str, out: Array = None) -> Array:
         raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
     if type(receipt.memory) is MessageBuffer:
         _copy_bytes(receipt.memory, receipt.transfer.buffer)
-    device_messages.introduce(spec, envelope.channel, (envelope.peer,))
     array = receipt.transfer.received()
+    if spec.arrays is not None:
+        device_messages.introduce(spec, envelope.channel, (envelope.peer,))
+        array = spec.arrays.to_device(np.asarray(array)) if receipt.is_described else array
     if out is None:
         return array
     out[...] = array
     return out
 
 
-def _pulled(found: np.void, spec: Spec, envelope: Envelope, call: str, out: Array = None) -> Array:
+def _pulled(found: np.ndarray, spec: Spec, envelope: Envelope, call: str, out: Array = None) -> Array:
     """Return the array of a descriptor, or `out`; raise a ValueError if it has another number of bytes."""
     array = device_messages.pull(found, spec, envelope.channel, out)
     if array is None:
@@ -192,7 +196,7 @@ def _copy_bytes(source: np.ndarray, destination: np.ndarray) -> None:
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array. For wildcards, the envelope gets the sender and tag."""
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
-    if _probes_first(spec, envelope) or envelope.peer == MPI.ANY_SOURCE:
+    if _PROBES_FIRST or _expects_descriptor(spec, envelope) or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
     return finish_receive(Receipt(spec, envelope, "blocking receive"), call)
 
@@ -203,11 +207,9 @@ def _answered(envelope: Envelope, status: Status) -> None:
         envelope.answered_from(status.source, status.tag)
 
 
-def _probes_first(spec: Spec, envelope: Envelope) -> bool:
-    """Return whether a receive should learn the size of its message first."""
-    # In place of a large array on a device, a descriptor may arrive, for which no page-locked memory is necessary.
-    descriptors = spec.arrays is not None and device_messages.receives_descriptors(envelope.channel, (envelope.peer,))
-    return _PROBES_FIRST or descriptors
+def _expects_descriptor(spec: Spec, envelope: Envelope) -> bool:
+    """Return whether the sender of an array on a device may send a descriptor."""
+    return spec.arrays is not None and device_messages.receives_descriptors(envelope.channel, (envelope.peer,))
 
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
@@ -219,7 +221,8 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     if got == spec.nbytes != DESCRIPTOR_BYTES or device_messages.present() is None and got == spec.nbytes:
         transfer = incoming_transfer(spec)
         message.Recv(transfer.buffer)
-        device_messages.introduce(spec, envelope.channel, (envelope.peer,))
+        if spec.arrays is not None:
+            device_messages.introduce(spec, envelope.channel, (envelope.peer,))
         return transfer.received()
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
@@ -245,7 +248,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
         # The forward receive didn't depend on this rank's send, whose receiver may still be in the adjoint of a later call.
         send(private_copy(array, array), there)
         return receive(spec, back, call)
-    receipt = None if _probes_first(spec, back) else Receipt(spec, back, "blocking receive")
+    receipt = None if _PROBES_FIRST or _expects_descriptor(spec, back) else Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
         value = _matched(spec, back, call) if receipt is None else finish_receive(receipt, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Buffer, Scalar, Shape
-from mpiad.transport.devices.device_arrays import Spec
 
 # Of a graph: capturing and instantiating more at once takes memory and time that grow with their number.
 _MOST_KERNELS = 1000
@@ -288,11 +288,12 @@ class CudaMemory:
         """Queue a copy from the device."""
         self._copy(_address_of(x), address, x.nbytes)
 
-    def array(self, address: int, spec: Spec, owner: object) -> Array:
+    def array(self, address: int, shape: Shape, dtype: np.dtype, owner: object) -> Array:
         """Return an array at an address."""
         with self._arrays.current():
-            memory = cupy.cuda.UnownedMemory(address, spec.nbytes, owner, self._arrays.device)
-            return cupy.ndarray(spec.shape, spec.dtype, cupy.cuda.MemoryPointer(memory, 0))
+            nbytes = dtype.itemsize * math.prod(shape)
+            memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self._arrays.device)
+            return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def _copy(self, destination: int, source: int, nbytes: int) -> None:
         with self._arrays.current():

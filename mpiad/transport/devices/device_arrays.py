@@ -360,7 +360,7 @@ class DeviceMemory(Protocol):
     def load(self, x: Array, address: int) -> None:
         """Queue the copy from an address on the device into a C-contiguous array, on the host or the device."""
 
-    def array(self, address: int, spec: Spec, owner: object) -> Array:
+    def array(self, address: int, shape: Shape, dtype: np.dtype, owner: object) -> Array:
         """Return the array at an address on the device, which refers to `owner`."""
 
     def write(self, flag: int, value: int) -> None:

@@ -37,10 +37,8 @@ from mpiad.transport.devices.node_memory import BLOCKS, FLAGS, POISON, Markable,
 from mpiad.transport.devices.staging import takes_directly
 
 DESCRIPTOR_BYTES = 64
-_DESCRIPTOR = np.dtype(
-    [("cookie", "u1", (16,)), ("owner", "<i4"), ("flag", "<i4"), ("block", "<i8"), ("start", "<i8"), ("nbytes", "<i8"),
-     ("number", "<i8"), ("sender", "<i8")]
-)  # fmt: skip
+_INTEGERS = ("block", "start", "nbytes", "number", "sender")
+_DESCRIPTOR = np.dtype([("cookie", "u1", (16,)), ("owner", "<i4"), ("flag", "<i4"), *[(name, "<i8") for name in _INTEGERS]])
 _LEAST_BLOCK, _LARGEST_STEP, _ALIGNMENT = 2 << 20, 256 << 20, 512  # bytes
 _LEAST_OFFERED = 1 << 15  # bytes; the copy of a smaller array takes less time than the look for an offer
 _YES, _NO = 1, -1  # answers
@@ -92,7 +90,7 @@ class Arena:
         self._count, self._is_full = 0, False
         self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> np.void | None:
+    def take(self, nbytes: int) -> np.ndarray | None:
         """Return the descriptor of a new slot; None without device memory."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
@@ -112,7 +110,7 @@ class Arena:
             for name, value in (("owner", self.node.rank), ("flag", flag), ("block", block), ("start", start)):
                 made[name] = value
             made["nbytes"], made["number"], made["sender"] = nbytes, self._count, self.node.rank
-            return made[()]
+            return made
 
     def _found(self, size: int) -> tuple[int, int] | None:
         if not self._flags:
@@ -220,10 +218,9 @@ class DeviceMessages:
         if self.arena is not None and (obstacle := self.arena.memory.obstacle()):
             reason += f"; {obstacle}"
         self.obstacles[owner] = reason
-        _log.warning(
-            "rank %d can't read the device memory of rank %d (%s). Arrays between them are copied to the host.",
-            self.node.world[self.node.rank], self.node.world[owner], reason,
-        )  # fmt: skip
+        ranks = self.node.world[self.node.rank], self.node.world[owner]
+        text = "rank %d can't read the device memory of rank %d (%s). Arrays between them are copied to the host."
+        _log.warning(text, *ranks, reason)
         return False
 
     def _address(self, owner: Rank, block: int) -> int:
@@ -237,12 +234,9 @@ class DeviceMessages:
     def pack(self, array: Array, peer: Rank) -> np.ndarray | None:
         """Return the descriptor of a C-contiguous array for a rank of the world; None if it can't get one."""
         arena, receiver = self.arena, self.node.local.get(peer, self.node.rank)
-        if (
-            arena is None
-            or not array.nbytes
-            or arena.board["answers"][receiver] != _YES
-            or arrays_of(array) != arena.arrays
-        ):
+        if arena is None or not array.nbytes or arrays_of(array) != arena.arrays:
+            return None
+        if arena.board["answers"][receiver] != _YES:
             return None
         found = self._offer_of(receiver, array.nbytes)
         if found is not None:
@@ -256,7 +250,7 @@ class DeviceMessages:
         arena.memory.write(self._flag("packed", found), int(found["number"]))
         return _buffer(Spec.of(array), found.tobytes())
 
-    def _offer_of(self, receiver: Rank, nbytes: int) -> np.void | None:
+    def _offer_of(self, receiver: Rank, nbytes: int) -> np.ndarray | None:
         """Return the descriptor of a slot that the receiver offers for an array of this size."""
         if nbytes < _LEAST_OFFERED:
             return None
@@ -270,7 +264,7 @@ class DeviceMessages:
                     made["cookie"], made["owner"], made["sender"] = self.node.cookie, receiver, self.node.rank
                     for name in ("number", "nbytes", "block", "start", "flag"):
                         made[name] = offers[k][name]
-                    return made[()]
+                    return made
         return None
 
     def _offer(self, sender: Rank, nbytes: int) -> None:
@@ -294,13 +288,13 @@ class DeviceMessages:
                 sender, k = self.offered.pop(flag)
                 self.node.boards[self.node.rank]["offers"][sender][k]["number"] = 0
 
-    def _flag(self, flags: str, found: np.void) -> int:
+    def _flag(self, flags: str, found: np.ndarray) -> int:
         return self.flags + self.node.offset(flags, int(found["owner"]), int(found["flag"]))
 
-    def pull(self, found: np.void, spec: Spec, out: Array, channel: Markable) -> Array:
+    def pull(self, found: np.ndarray, spec: Spec, out: Array, channel: Markable) -> Array:
         """Return a new array, or `out`, with the array of a descriptor."""
-        arena, node = self.arena, self.node
-        assert arena is not None  # this rank has answered the sender  # noqa: S101
+        arena: Arena = self.arena  # type: ignore[assignment]  # this rank has answered the sender
+        node = self.node
         if spec.arrays is not None and spec.arrays != arena.arrays:  # on another device of this process
             return spec.arrays.to_device(self.pull(found, spec._replace(arrays=None), None, channel))
         owner, flag, number, sender = (int(found[name]) for name in ("owner", "flag", "number", "sender"))
@@ -314,7 +308,7 @@ class DeviceMessages:
         if spec.arrays is not None:
             self._offer(sender, spec.nbytes)
         if is_own and spec.arrays is not None and out is None:
-            return arena.memory.array(address, spec, Result(self, found))
+            return arena.memory.array(address, spec.shape, spec.dtype, Result(self, found.copy()))
         x = spec.empty() if out is None else out
         arena.memory.load(x, address)
         arena.memory.write(self._flag("pulled", found), number)
@@ -349,7 +343,7 @@ class DeviceMessages:
 class Result:
     """The owner of a slot of this rank that is an array of the program."""
 
-    def __init__(self, messages: DeviceMessages, found: np.void):
+    def __init__(self, messages: DeviceMessages, found: np.ndarray):
         self._messages, self._found = messages, found
         messages.results.add(int(found["flag"]))
 
@@ -493,15 +487,15 @@ def _buffer(form: Spec, content: bytes) -> MessageBuffer:
     return made
 
 
-def descriptor_in(memory: Array) -> np.void | None:
+def descriptor_in(memory: Array) -> np.ndarray | None:
     """Return the descriptor that a message of 64 bytes consists of; None if it consists of something else."""
     if _present is None or not isinstance(memory, np.ndarray) or memory.nbytes < DESCRIPTOR_BYTES:
         return None
-    found = memory.reshape(-1).view(np.uint8)[:DESCRIPTOR_BYTES].view(_DESCRIPTOR)[0]
+    found = memory.reshape(-1).view(np.uint8)[:DESCRIPTOR_BYTES].view(np.ndarray).view(_DESCRIPTOR).reshape(())
     return found if np.array_equal(found["cookie"], _present.node.cookie) else None
 
 
-def pull(found: np.void, spec: Spec, channel: Markable, out: Array = None) -> Array | None:
+def pull(found: np.ndarray, spec: Spec, channel: Markable, out: Array = None) -> Array | None:
     """Return the array of a descriptor, new or `out`; None if it has another size than `spec`, and drop it then."""
     if found["nbytes"] != spec.nbytes:
         _drop(found)
@@ -515,7 +509,7 @@ def discard(memory: np.ndarray) -> None:
         _drop(found)
 
 
-def _drop(found: np.void) -> None:
+def _drop(found: np.ndarray) -> None:
     if found["owner"] == _present.node.rank:  # type: ignore[union-attr]
         _present.withdraw(int(found["flag"]))  # type: ignore[union-attr]
     _present.node.pulled[found["owner"], found["flag"]] = found["number"]  # type: ignore[union-attr]

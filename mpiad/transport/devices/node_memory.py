@@ -23,6 +23,7 @@ import secrets
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -88,7 +89,8 @@ class NodeMemory:
     """The boards of a node's ranks. `world`: their ranks in the world; `cookie`: bytes that no other data contains."""
 
     def __init__(self, comm: Comm, world: list[Rank], file: int, cookie: bytes):
-        self.comm, self.rank, self.cookie = comm, comm.rank, np.frombuffer(cookie, np.uint8)
+        self.comm, self.cookie = comm, np.frombuffer(cookie, np.uint8)
+        self.rank: Rank = comm.rank
         self.local = {rank: k for k, rank in enumerate(world)}
         self.world = world
         self._file, kind = file, board_of(comm.size)
@@ -96,7 +98,7 @@ class NodeMemory:
         self.boards = self.memory.view(kind)
         self.packed, self.pulled = self.boards["packed"], self.boards["pulled"]
         self._lock(self.rank)
-        self._waits: list[Wait] = []
+        self._waits = deque[Wait]()
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
@@ -114,8 +116,9 @@ class NodeMemory:
 
     def _look_after(self) -> None:
         while not self._ended.wait(_LOOKS_EVERY):
-            waits, self._waits = self._waits, []
-            self._waits.extend(wait for wait in waits if not self._is_over(wait))
+            for _ in range(len(self._waits)):
+                if not self._is_over(wait := self._waits.popleft()):
+                    self._waits.append(wait)
 
     def _is_over(self, wait: Wait) -> bool:
         value = self.packed[wait.owner, wait.flag]
@@ -137,8 +140,8 @@ class NodeMemory:
 
     def release(self) -> None:
         """End all waits of this rank's device, and those of other devices for this rank, which ends the job."""
-        for wait in self._waits:
-            self.packed[wait.owner, wait.flag] = np.maximum(self.packed[wait.owner, wait.flag], POISON)
+        for wait in list(self._waits):
+            self.packed[wait.owner, wait.flag] = POISON
         self.packed[self.rank] = POISON
 
     def is_alive(self, rank: Rank) -> bool:

@@ -228,3 +228,149 @@ def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
             assert queued[-1][1:3] == ((count,), (256,)) and queued[-1][4] == count - 1
             queued.clear()
         assert arrays.stream() == Stream.current[-1].ptr != Stream().ptr
+class Runtime:
+    """CUDA's runtime, with host memory; `log` has the calls that only queue."""
+
+    memcpyDefault, errorMemoryAllocation = 4, 2  # noqa: N815
+
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status):
+            super().__init__(f"cudaError {status}")
+            self.status = status
+
+    def __init__(self):
+        self.log, self.blocks, self.limit, self.peers, self.count = [], {}, 1 << 20, True, 2
+
+    def malloc(self, size):
+        assert Device.current[-1] == 1
+        if size > self.limit:
+            raise self.CUDARuntimeError(2 if size < 1 << 40 else 999)
+        block = ctypes.create_string_buffer(size)
+        self.blocks[ctypes.addressof(block)] = block
+        return ctypes.addressof(block)
+
+    def free(self, ptr):
+        del self.blocks[ptr]
+
+    def ipcGetMemHandle(self, devPtr):  # noqa: N802, N803
+        return str(devPtr).encode().ljust(64, b"\0")
+
+    def ipcOpenMemHandle(self, handle, flags):  # noqa: N802
+        assert len(handle) == 64 and flags == 1
+        return int(handle.rstrip(b"\0"))
+
+    def ipcCloseMemHandle(self, devPtr):  # noqa: N802, N803
+        self.log.append(("close", devPtr))
+
+    def hostRegister(self, ptr, size, flags):  # noqa: N802
+        self.log.append(("register", ptr, size, flags))
+
+    def hostUnregister(self, ptr):  # noqa: N802
+        self.log.append(("unregister", ptr))
+
+    def memcpyAsync(self, dst, src, size, kind, stream):  # noqa: N802
+        assert kind == 4 and stream == 7
+        ctypes.memmove(dst, src, size)
+
+    def getDeviceCount(self):  # noqa: N802
+        return self.count
+
+    def deviceCanAccessPeer(self, device, peer):  # noqa: N802, N803
+        return self.peers
+
+
+class Function:
+    """A function of CUDA's driver."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, *args):
+        for value, kind in zip(args, getattr(self, "argtypes", ())):
+            kind(value)
+        return self.call(*args)
+
+
+class Driver:
+    """CUDA's driver: the second version of the functions, or the first one alone."""
+
+    def __init__(self, suffix, log, code=0):
+        self.functions = {}
+        for name in ("cuStreamWaitValue64", "cuStreamWriteValue64"):
+            self.functions[name + suffix] = Function(lambda *args, name=name: log.append((name, *args)) or code)
+        self.cuMemHostGetDevicePointer_v2 = self.pointer
+
+    def pointer(self, found, host, flags):
+        found._obj.value = host.value + (1 << 40)
+        return 0
+
+    def __getattr__(self, name):
+        if name in self.functions:
+            return self.functions[name]
+        raise AttributeError(name)
+
+    __getitem__ = __getattr__
+
+
+@pytest.fixture
+def runtime(arrays, monkeypatch):
+    """The runtime of that CuPy, whose current stream is number 7."""
+    found = Runtime()
+    cupy = sys.modules["cupy"]
+    cupy.cuda.runtime = found
+    cupy.released = []
+    cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: cupy.released.append(1))
+    monkeypatch.setattr(Stream, "ptr", 7, raising=False)
+    monkeypatch.setattr(Device, "attributes", {"ComputeMode": 0}, raising=False)
+    return found
+
+
+@pytest.mark.parametrize("suffix", ["_v2", ""])
+def test_memory_is_shared_by_handles_of_whole_blocks(arrays, runtime, monkeypatch, suffix):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Driver(suffix, runtime.log))
+    memory = arrays.memory
+    address = memory.allocate(1 << 16)
+    assert memory.open(memory.handle(address)) == address
+    x, y = arrays.to_device(np.arange(4.0)), np.zeros(4)
+    memory.store(address + 512, x)
+    memory.load(y, address + 512)
+    np.testing.assert_array_equal(y, np.arange(4.0))
+    host = np.zeros(4096, np.uint8)
+    flag = memory.register(host)
+    memory.write(flag + 8, 3)
+    memory.wait(flag, 2)
+    memory.unregister(host)
+    memory.close(address)
+    assert flag == host.ctypes.data + (1 << 40)
+    assert runtime.log == [
+        ("register", host.ctypes.data, 4096, 2), ("cuStreamWriteValue64", 7, flag + 8, 3, 0),
+        ("cuStreamWaitValue64", 7, flag, 2, 0), ("unregister", host.ctypes.data), ("close", address),
+    ]  # fmt: skip
+    memory.free(address)
+    assert not runtime.blocks and Device.current == [0]
+
+
+def test_too_little_memory_and_errors_of_the_driver(arrays, runtime, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Driver("_v2", runtime.log, code=801))
+    memory = arrays.memory
+    with pytest.raises(MemoryError):
+        memory.allocate(1 << 21)
+    with pytest.raises(runtime.CUDARuntimeError):
+        memory.allocate(1 << 41)
+    memory.release_unused()
+    assert sys.modules["cupy"].released == [1]
+    with pytest.raises(RuntimeError, match="error 801 in the write"):
+        memory.write(0, 1)
+
+
+def test_what_keeps_other_processes_out_is_named(arrays, runtime, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Driver("_v2", runtime.log))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert arrays.memory.obstacle() == ""
+    runtime.peers = False
+    assert arrays.memory.obstacle() == "GPU 1 has no peer access to 0"
+    runtime.peers, runtime.count = True, 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
+    Device.attributes["ComputeMode"] = 3
+    found = arrays.memory.obstacle()
+    assert "names a MIG instance" in found and "exclusive-process compute mode" in found and "shows one GPU" in found
