@@ -123,6 +123,7 @@ bench-history: $(VENV)/.ready ## compare the figures of the last `make bench` wi
 bench-gpu: $(VENV)/.ready-gpu ## measure ensembles, messages, whole programs and compiled programs on a GPU (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/device.py
+	@$(LAUNCH) --ranks 2 --limit 300 -- benchmarks/device_messages.py
 	@$(LAUNCH) --ranks 1 2 --limit 600 -- benchmarks/device_programs.py
 	@$(LAUNCH) --ranks 1 --limit 600 -- benchmarks/compiled_device_programs.py
 

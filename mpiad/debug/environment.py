@@ -166,9 +166,9 @@ def device_messages_of(group: Channel) -> str:
     try:
         arrays = selected_arrays()
     except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
-        reason = str(error) or type(error).__name__
+        reason = str(error).partition(":")[0] or type(error).__name__
     if missing := [(rank, text) for rank, text in enumerate(group.data.allgather(reason)) if text]:
-        return f"none: rank {missing[0][0]} has no device arrays ({missing[0][1]})"
+        return f"none: {missing[0][1]} on rank {missing[0][0]}"
     ways: dict[bool, set[str]] = {True: set(), False: set()}
     for shift in range(1, min(group.size, _MOST_SHIFTS + 1)):
         after, before = (group.rank + shift) % group.size, (group.rank - shift) % group.size

@@ -210,6 +210,7 @@ class CupyLauncher:
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
 _AT_LEAST, _WRITE = 0, 0  # CU_STREAM_WAIT_VALUE_GEQ; CU_STREAM_WRITE_VALUE_DEFAULT, which orders earlier writes before it
 _MAPPED = 2  # cudaHostRegisterMapped
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _LAZY_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _MODES = {1: "exclusive", 2: "prohibited", 3: "exclusive-process"}
 
@@ -237,7 +238,7 @@ class CudaMemory:
             try:
                 return int(cupy.cuda.runtime.malloc(nbytes))
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                if error.status != cupy.cuda.runtime.errorMemoryAllocation:
+                if error.status != _NO_MEMORY:
                     raise
                 raise MemoryError(str(error)) from None
 

@@ -231,7 +231,7 @@ def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
 class Runtime:
     """CUDA's runtime, with host memory; `log` has the calls that only queue."""
 
-    memcpyDefault, errorMemoryAllocation = 4, 2  # noqa: N815
+    memcpyDefault = 4  # noqa: N815
 
     class CUDARuntimeError(RuntimeError):
         def __init__(self, status):

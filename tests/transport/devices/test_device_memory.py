@@ -560,3 +560,23 @@ def test_a_rank_that_is_killed_or_raises_ends_the_job_and_leaves_nothing(mpirun,
     assert how == "killed" or "waiting" in done.stdout
     assert how == "killed" or "ZeroDivisionError: on purpose" in done.stderr
     assert {path.name for path in Path("/dev/shm").glob("mpiad-*") if path.is_file()} <= before
+
+
+MEASURED = """
+import sys
+import mpiad
+mpiad.mpi_init()
+sys.path.insert(0, "benchmarks")
+import device_messages
+from device_double import double
+from device_ways import sharing
+with sharing(introduced=False):
+    found = device_messages.measure(double, 1 << 18, 8, 2)
+assert len(found) == 11 and all(seconds > 0 for seconds in found.values())
+"""
+
+
+@pytest.mark.launches
+def test_the_benchmark_runs(mpirun):
+    done = mpirun(2, MEASURED, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0 and "mpi_exchange, shared" in done.stdout, done.stdout + done.stderr

@@ -120,3 +120,10 @@ def test_a_wrong_value_of_one_rank_is_refused_on_all(mpirun):
         "rank 0: MPIAD_CUDA_AWARE or MPIAD_DEVICE_PINNED",
         "rank 1: MPIAD_DEVICE_PINNED must be a number of bytes, 0 or more, but got '4M'.",
     ]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("value, ipc", [("0", False), ("1", True), ("", True)])
+def test_sharing_of_device_memory_can_be_switched_off(environment, value, ipc):
+    environment.setenv("MPIAD_CUDA_IPC", value)
+    assert from_environment().ipc is ipc
