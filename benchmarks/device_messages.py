@@ -9,8 +9,8 @@ Needs a GPU and CuPy on each rank (both may share one), and ends with status 2 w
     staged      the same messages with MPIAD_CUDA_IPC=0
     shared      the messages of mpiad: a ping-pong of 8 bytes, and of large arrays by mpi_send; mpi_exchange; a halo
 
-Times are those of the slowest rank, the smallest of several. Without MPS, ranks on one GPU take turns (time slices), also in
-the bare calls.
+Times are those of the slowest rank, the smallest of several. Without MPS, ranks on one GPU take turns (time slices), also
+in the bare calls.
 """
 
 from __future__ import annotations
@@ -165,21 +165,11 @@ def show(found: dict[str, float], nbytes: int) -> None:
         print(f"{name:24}{1e6 * seconds:14.1f} µs")
     latency = (found["8 bytes, shared"] / 2 - HOST_SECONDS) / (found["signals"] / 2)
     report("8 bytes between devices, less 3 µs: ratio to bare signals", latency, at_most=1.5)
-    report(
-        f"{nbytes >> 20} MiB by mpi_exchange: share of bare copies",
-        found["copies"] / found["mpi_exchange, shared"],
-        at_least=0.8,
-    )
-    report(
-        f"{nbytes >> 20} MiB by mpi_send: share of bare copies",
-        2 * found["copies"] / found["mpi_send, shared"],
-        at_least=0.45,
-    )
-    report(
-        "halo of a block: ratio to bare copies and signals",
-        found["halo, shared"] / found["copies of two faces"],
-        at_most=1.5,
-    )
+    share, mib = found["copies"] / found["mpi_exchange, shared"], nbytes >> 20
+    report(f"{mib} MiB by mpi_exchange: share of bare copies", share, at_least=0.8)
+    report(f"{mib} MiB by mpi_send: share of bare copies", 2 * found["copies"] / found["mpi_send, shared"], at_least=0.45)
+    halo = found["halo, shared"] / found["copies of two faces"]
+    report("halo of a block: ratio to bare copies and signals of two faces", halo, at_most=1.5)
     for name in ("8 bytes", "mpi_send", "mpi_exchange", "halo"):
         report(f"{name} between devices: staged, ratio to shared", found[f"{name}, staged"] / found[f"{name}, shared"])
 
