@@ -419,7 +419,8 @@ def _end_job(error: Exception) -> None:
 def _end_world() -> None:
     for end in _ends:
         end()
-    device_messages.close()
+    if all_ranks_alive(base()):
+        device_messages.close()
     # After a failure the ranks are interrupted, so that none waits for another.
     interruptible("the end of the program", lookup.close_world)()
     close_pools()

@@ -64,7 +64,7 @@ def test_random_programs_in_which_ranks_leave_their_traces(size, request):
     assert not wrong, "\n\n".join(wrong)
 
 
-@pytest.mark.parametrize("seed, way", [(BATCHES, "staged"), (BATCHES + 2, "direct")])
+@pytest.mark.parametrize("seed, way", [(BATCHES, "staged"), (BATCHES + 2, "direct"), (BATCHES + 5, "shared")])
 def test_random_programs_on_devices(seed, way, size, monkeypatch):
     """What is communicated lies on devices; the same programs, against the same reference."""
     monkeypatch.setattr(on_ranks, "mpiad", on_devices.calls())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -351,7 +352,7 @@ class Result:
         # In the order of the stream, after the last operation that reads the array.
         messages, arena = self._messages, self._messages.arena
         messages.results.discard(int(self._found["flag"]))
-        if arena is not None:
+        if arena is not None and not sys.is_finalizing():
             arena.memory.write(messages._flag("pulled", self._found), int(self._found["number"]))
 
 
