@@ -48,8 +48,12 @@ def travelling(way: str | DeviceSettings) -> Iterator[None]:
 
 
 @contextmanager
-def sharing(introduced: bool = True) -> Iterator[MemoryDouble]:
-    """Share the stand-in's memory between the ranks of a node, which already know each other if `introduced`."""
+def sharing(introduced: bool = True, least: int = 64) -> Iterator[MemoryDouble]:
+    """Share the stand-in's memory between the ranks of a node, which already know each other if `introduced`.
+
+    `least`: bytes of a collective, in which ranks ask each other first.
+    """
+    before, device_messages.LEAST_SHARED = device_messages.LEAST_SHARED, least
     node = base().Split_type(MPI.COMM_TYPE_SHARED)
     memory = install()
     device_messages.start(node, world_ranks(node), True)
@@ -60,6 +64,7 @@ def sharing(introduced: bool = True) -> Iterator[MemoryDouble]:
         yield memory
     finally:
         found = device_messages.present()
+        device_messages.LEAST_SHARED = before
         alive = found is not None and bool(found.results)  # arrays of the program, which it may still read
         device_messages.close()
         node.Free()

@@ -4,6 +4,10 @@ With a CUDA-aware MPI, sums of large arrays are computed by an exchange of block
 device, since many CUDA-aware MPI libraries reduce on the host. The exchange transfers as many bytes as optimal reductions
 of large arrays. One rank sums each block, in the order of the ranks, so the result is bitwise the same on all ranks. The
 size of the array alone decides, since a rank doesn't know the devices of the others' arrays.
+
+If all ranks are on one node, they ask each other before sums, gathers, scatters and broadcasts of large arrays whether all
+of these are in device memory that the others can read (see `device_messages`). If so, they send each other blocks of them
+by messages; sums are computed as described above.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from mpi4py import MPI
 from mpiad._typing import Array, Comm, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
-from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.channels import Channel, on_any_rank
+from mpiad.transport.core.messages import exchange
+from mpiad.transport.devices import device_messages
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, copied
 from mpiad.transport.devices.device_settings import exchanges
 from mpiad.transport.devices.staging import takes_directly
@@ -115,8 +121,9 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    if exchanges(array.nbytes) and name_of(op) == "SUM":
-        return _exchanged_sum(channel, array)
+    if (array.nbytes >= device_messages.LEAST_SHARED or exchanges(array.nbytes)) and name_of(op) == "SUM":
+        if (shares := _all_share(channel, Spec.of(array))) or exchanges(array.nbytes):
+            return _exchanged_sum(channel, array, None, shares)
     if type(array) is np.ndarray:  # without a further function call, since small sums are frequent
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -127,8 +134,8 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
-    if exchanges(array.nbytes):
-        return _exchanged_sum(channel, array, root)
+    if (shares := _all_share(channel, Spec.of(array))) or exchanges(array.nbytes):
+        return _exchanged_sum(channel, array, root, shares)
     discards = channel.rank != root
     return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, discards=discards)
 
@@ -139,6 +146,12 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 
 def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int) -> Array:
+    if _all_share(channel, spec if array is None else Spec.of(array)):
+        n = prod(spec.shape)
+        flat = spec._replace(shape=(0,)).empty() if array is None else array.reshape(-1)
+        received = [n if rank == root else 0 for rank in range(channel.size)] if array is None else [0] * channel.size
+        out = _sent_blocks(channel, flat, [0 if array is None else n] * channel.size, received, overlap=True)
+        return out.reshape(spec.shape) if array is None else copied(array)
     transfer = incoming_transfer(spec) if array is None else outgoing_transfer(array)
     channel.data.Bcast(transfer.buffer, root)
     return transfer.received() if array is None else copied(array)
@@ -154,6 +167,9 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
+    if _all_share(channel, Spec.of(array := outgoing(x, call))):
+        counts = [array.size // channel.size] * channel.size
+        return _sent_blocks(channel, array.reshape(-1), counts, counts).reshape(array.shape)
     return communicate(channel.data.Alltoall, outgoing(x, call))
 
 
@@ -211,6 +227,13 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     lead, rest = ((), array.shape) if axis is None else (array.shape[:axis], array.shape[axis + 1 :])
     counts = [length * prod((*lead, *rest)) for length in lengths]
     whole = Spec((*lead, sum(lengths), *rest), array.dtype, arrays_of(array))
+    if _all_share(channel, whole):
+        takes = root is None or channel.rank == root
+        sent = [counts[channel.rank] if root in (None, rank) else 0 for rank in range(channel.size)]
+        packed = _sent_blocks(channel, array.reshape(-1), sent, counts if takes else [0] * channel.size, overlap=True)
+        if takes:
+            return _unpacked(packed.reshape(whole.shape), lengths, len(lead))
+        return whole._replace(shape=(*lead, 0, *rest)).empty()
     if root is not None and channel.rank != root:
         channel.data.Gatherv(outgoing_transfer(array).buffer, None, root)
         return whole._replace(shape=(*lead, 0, *rest)).empty()
@@ -234,6 +257,16 @@ def scatter(
     channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], piece: Spec, call: str
 ) -> Array:
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
+    shape = piece.shape if axis is None else (*piece.shape[:axis], *piece.shape[axis + 1 :])
+    if _all_share(channel, piece._replace(shape=(sum(lengths), *shape))):
+        counts, own = [0] * channel.size, [0] * channel.size
+        own[root] = prod(piece.shape)
+        if channel.rank == root:
+            counts = [length * prod(shape) for length in lengths]
+        array = (
+            _packed(outgoing(x, call), lengths, axis or 0) if channel.rank == root else piece._replace(shape=(0,)).empty()
+        )
+        return _sent_blocks(channel, array.reshape(-1), counts, own).reshape(piece.shape)
     received, sent = incoming_transfer(piece), None
     if channel.rank == root:
         array = outgoing(x, call)
@@ -281,23 +314,62 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     shape = rest if axis is None else (*lead, lengths[channel.rank], *rest)
     counts = [length * prod((*lead, *rest)) for length in lengths]
     array = _packed(array, lengths, len(lead))
-    if exchanges(array.nbytes):
-        return _own_block(channel, array, counts).reshape(shape)
+    if (shares := _all_share(channel, Spec.of(array))) or exchanges(array.nbytes):
+        return _own_block(channel, array, counts, None, shares).reshape(shape)
     block = Spec.of(array)._replace(shape=shape)
     return communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block)
 
 
-def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:
+_TAG = 32447  # of messages between devices; it precedes the tags of neighbors
+
+
+def _all_share(channel: Channel, spec: Spec) -> bool:
+    """Return whether the arrays of a collective are in device memory that all ranks can read; collective.
+
+    `spec`: of the whole array, which has the same size on all ranks; its device is that of this rank's array.
+    """
+    # In debug mode the calls are compared by the collectives of MPI.
+    if not device_messages.may_share(channel, spec.nbytes) or getattr(channel.data, "agreement", None) is not None:
+        return False
+    if not on_any_rank(channel.data, not device_messages.shares(spec.arrays, channel)):
+        return True
+    device_messages.introduce(spec, channel, range(channel.size))
+    return False
+
+
+def _sent_blocks(channel: Channel, flat: Array, sent: list[int], received: list[int], overlap: bool = False) -> Array:
+    """Send blocks of these lengths to the ranks, the same one if they `overlap`, and concatenate those received."""
+    places, own = [0, *accumulate(received)], channel.rank
+    starts = [0] * channel.size if overlap else [0, *accumulate(sent)]
+    parts = {rank: slice(starts[rank], starts[rank] + n) for rank, n in enumerate(sent) if n and rank != own}
+    targets = {rank: slice(places[rank], places[rank] + n) for rank, n in enumerate(received) if n and rank != own}
+    spec = Spec.of(flat)._replace(shape=(places[-1],))
+    out = exchange(channel, _TAG, flat, parts, spec, targets, "a collective")
+    if received[own]:
+        out[places[own] : places[own] + received[own]] = flat[starts[own] : starts[own] + sent[own]]
+    return out
+
+
+def _exchanged_sum(channel: Channel, array: Array, root: int | None = None, shares: bool = False) -> Array:
     """Sum the ranks' arrays on all ranks, or on the root; return zeros on ranks without the sum."""
     counts = even_lengths(array.size, channel.size)
-    block, spec = _own_block(channel, array, counts, root), Spec.of(array)
+    block, spec = _own_block(channel, array, counts, root, shares), Spec.of(array)
+    if shares:
+        takes = root is None or channel.rank == root
+        sent = [counts[channel.rank] if root in (None, rank) else 0 for rank in range(channel.size)]
+        out = _sent_blocks(channel, block, sent, counts if takes else [0] * channel.size, overlap=True)
+        return out.reshape(array.shape) if takes else spec.zeros()
     if root is None:
         return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, spec)
     gather, discards = channel.data.Gatherv, channel.rank != root
     return communicate(lambda sent, out: gather(sent, [out, counts], root), block, spec, discards=discards)
 
 
-def _own_block(channel: Channel, array: Array, counts: list[int], root: int | None = None) -> Array:
+def _own_block(channel: Channel, array: Array, counts: list[int], root: int | None = None, shares: bool = False) -> Array:
+    if shares:
+        own = [counts[channel.rank]] * channel.size
+        parts = _sent_blocks(channel, array.reshape(-1), counts, own).reshape(channel.size, counts[channel.rank])
+        return np.sum(parts, axis=0, dtype=array.dtype)
     if getattr(channel.data, "agreement", None) is not None:  # a watched Alltoallv doesn't compare shapes
         channel.data.agree("Alltoallv", array, MPI.SUM, root)
     own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))

@@ -14,7 +14,7 @@ from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
 from mpiad.compiling.arguments import address_of
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.buffers import private_copy
-from mpiad.transport.core.channels import ABANDONED, Channel
+from mpiad.transport.core.channels import ABANDONED, Channel, on_any_rank
 from mpiad.transport.core.linked_calls import LinkedCall, Operand, Tag
 from mpiad.transport.devices import device_messages
 from mpiad.transport.devices.device_arrays import Spec, result
@@ -384,7 +384,20 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Prepar
     sent, received = as_message(array), as_message(out)
     arguments = "x", "out", *received[1:], MPI.SUM, "comm"
     linked = LinkedCall("Allreduce", arguments, channel, False, 0, _fail)
-    return Prepared(lambda: channel.data.Allreduce(sent, received), linked)
+    if device_messages.may_share(channel, out.nbytes):
+        linked = None
+
+    def allreduce() -> None:
+        _refuse_to_share(channel, out)
+        channel.data.Allreduce(sent, received)
+
+    return Prepared(allreduce, linked)
+
+
+def _refuse_to_share(channel: Channel, array: np.ndarray) -> None:
+    """Answer ranks that ask whether the array of a collective is in device memory (see `collectives`)."""
+    if device_messages.may_share(channel, array.nbytes) and getattr(channel.data, "agreement", None) is None:
+        on_any_rank(channel.data, True)
 
 
 def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: int) -> Prepared:
@@ -392,6 +405,7 @@ def prepared_bcast(channel: Channel, array: np.ndarray, out: np.ndarray, root: i
     message = as_message(out)
 
     def bcast() -> None:
+        _refuse_to_share(channel, out)
         if channel.rank == root:
             out[...] = array
         channel.data.Bcast(message, root)
@@ -403,7 +417,12 @@ def prepared_gather(channel: Channel, array: np.ndarray, out: np.ndarray, counts
     """Return the ranks' small arrays, of these sizes, one after the other in `out`, on all ranks."""
     sent, (_, _, datatype) = as_message(array), as_message(out)
     received = [out, counts, list(accumulate(counts[:-1], initial=0)), datatype]
-    return Prepared(lambda: channel.data.Allgatherv(sent, received))
+
+    def gather() -> None:
+        _refuse_to_share(channel, out)
+        channel.data.Allgatherv(sent, received)
+
+    return Prepared(gather)
 
 
 # Messages that MPI buffers at once, so that a send doesn't wait for its receiver: Open MPI's limit on a node is 4 KiB with

@@ -42,6 +42,7 @@ _INTEGERS = ("block", "start", "nbytes", "number", "sender")
 _DESCRIPTOR = np.dtype([("cookie", "u1", (16,)), ("owner", "<i4"), ("flag", "<i4"), *[(name, "<i8") for name in _INTEGERS]])
 _LEAST_BLOCK, _LARGEST_STEP, _ALIGNMENT = 2 << 20, 256 << 20, 512  # bytes
 _LEAST_OFFERED = 1 << 15  # bytes; the copy of a smaller array takes less time than the look for an offer
+LEAST_SHARED = 1 << 20  # bytes of a collective, in which ranks ask each other first
 _YES, _NO = 1, -1  # answers
 
 _log = logging.getLogger("mpiad")
@@ -469,6 +470,26 @@ def declines_descriptors(channel: Markable, peers: Iterable[Rank]) -> bool:
             node.boards[owner]["answers"][node.rank] = _NO
             _present.obstacles[owner] = "a compiled function on the host receives from it"
     return not receives_descriptors(channel, peers)
+
+
+def may_share(channel: Markable, nbytes: int) -> bool:
+    """Return whether the ranks of a channel ask each other if a collective of this size is in device memory on all."""
+    return (
+        _present is not None
+        and nbytes >= LEAST_SHARED
+        and device_settings.present().ipc
+        and all(rank in _present.node.local for rank in channel.members)
+    )
+
+
+def shares(arrays: ArrayModule | None, channel: Markable) -> bool:
+    """Return whether arrays can be sent to all other ranks of a channel, and from them, in device memory."""
+    if _present is None or _present.arena is None or arrays != _present.arena.arrays:
+        return False
+    node = _present.node
+    others = [node.local[rank] for rank in channel.members if node.local[rank] != node.rank]
+    answers = node.boards["answers"]
+    return bool((answers[node.rank, others] == _YES).all() and (answers[others, node.rank] == _YES).all())
 
 
 def introduce(spec: Spec, channel: Markable, peers: Iterable[Rank]) -> None:

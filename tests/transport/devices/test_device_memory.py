@@ -14,6 +14,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from device_double import DeviceArray, double, on_device, on_host
@@ -213,6 +214,62 @@ def test_repeated_exchanges_copy_once_into_slots_that_are_offered():
             assert memory.copies - copies <= 60 + 8 and memory.used <= 8 << 20
         del y, kept
         assert pending() == 0
+
+
+def collectives(x):
+    """Return the results of all collectives that know a device, of x with (size, 4) entries."""
+    last = WORLD.size - 1
+    return [
+        mpiad.mpi_allreduce(x), mpiad.mpi_sum(x, last), mpiad.mpi_allgather(x), mpiad.mpi_gather(x, last),
+        mpiad.mpi_allgather(x, axis=1), mpiad.mpi_gather(x[: WORLD.rank + 1], 0, axis=0), mpiad.mpi_alltoall(x),
+        mpiad.mpi_reduce_scatter(x), mpiad.mpi_bcast(x, last), mpiad.mpi_scatter(x, last),
+        mpiad.mpi_scatter(x, 0, axis=1, counts=[4] + [0] * last),
+        mpiad.mpi_reduce_scatter(x, axis=1, counts=[0] * last + [4]),
+    ]  # fmt: skip
+
+
+@several
+@pytest.mark.parametrize("mixed", [False, True])
+def test_collectives_of_one_node_and_their_cotangents(mixed, size):
+    """Bit for bit what they are on the host, of numbers whose sums are exact; or one rank's array is on the host."""
+    x = np.random.default_rng(WORLD.rank).integers(-9, 9, size=(size, 4)) / 4
+    on_host_alone = mixed and WORLD.rank == 0
+
+    def loss(x):
+        return sum(mpiad.device.to_host(np.sum(y * y)) if not on_host_alone else np.sum(y * y) for y in collectives(x))
+
+    expected = collectives(x)
+    slope = mpiad.grad(lambda x: sum(anp.sum(y * y) for y in collectives(x)), objective="sum")(x)
+    with shared() as memory:
+        y = x if on_host_alone else on_device(x)
+        copies = memory.copies
+        for found, right in zip(collectives(y), expected):
+            assert on_host(found).tobytes() == np.asarray(right).tobytes()
+        if is_one_node():
+            assert (memory.copies > copies) is not mixed
+        if not mixed:
+            found = mpiad.grad(loss, objective="sum")(y)
+            np.testing.assert_allclose(on_host(found), slope, rtol=1e-14)
+        assert pending() == 0
+
+
+@several
+def test_collectives_introduce_ranks_and_compiled_functions_answer():
+    x = np.arange(4000.0) + WORLD.rank
+    expected = mpiad.mpi_allreduce(x)
+
+    def fun(x):
+        return mpiad.mpi_allreduce(2 * x) + mpiad.mpi_bcast(x) + anp.sum(mpiad.mpi_allgather(x))
+
+    compiled, right = mpiad.jit(fun), fun(x)
+    with shared(introduced=False) as memory:
+        for _ in range(3):
+            np.testing.assert_array_equal(on_host(mpiad.mpi_allreduce(on_device(x))), expected)
+            mpiad.mpi_barrier()
+        assert not is_one_node() or memory.copies >= 2 * (WORLD.size - 1)
+        for _ in range(3):
+            found = (compiled if WORLD.rank else fun)(x)  # one rank runs the function as it is
+            np.testing.assert_allclose(found, right, rtol=1e-14)
 
 
 @several
