@@ -118,16 +118,18 @@ def as_bytes(array: Array) -> Buffer:
 class Receipt:
     """A pending receive. `memory`: where MPI writes an array, or its descriptor (see `device_messages`)."""
 
-    __slots__ = ("envelope", "is_described", "memory", "requests", "spec", "transfer")
+    __slots__ = ("envelope", "is_described", "memory", "nbytes", "requests", "spec", "transfer")
 
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
         self.spec, self.envelope = spec, envelope
         # In place of an array on a device, a descriptor may arrive, for which no page-locked memory is necessary.
-        self.is_described = _expects_descriptor(spec, envelope)
+        self.is_described = spec.arrays is not None and _expects_descriptor(envelope)
         self.transfer = incoming_transfer(spec._replace(arrays=None) if self.is_described else spec)
         self.memory: Buffer = self.transfer.buffer
-        if type(self.memory) is np.ndarray and (landing := device_messages.landing(spec)) is not None:
-            self.memory = landing
+        self.nbytes: int = self.memory.nbytes
+        if self.nbytes < DESCRIPTOR_BYTES and type(self.memory) is np.ndarray:
+            landing = device_messages.landing(spec)
+            self.memory = self.memory if landing is None else landing
         kept, call = (self.memory, self.transfer), envelope.comm.Irecv
         message = as_bytes(self.memory)
         self.requests = envelope.channel.begin(kind, kept, call, (message,), (envelope.peer,), (envelope.mpi_tag,))
@@ -167,7 +169,7 @@ def finish_receive(receipt: Receipt, call: str, out: Array = None) -> Array:
     if got == DESCRIPTOR_BYTES and (found := device_messages.descriptor_in(receipt.memory)) is not None:
         return _pulled(found, spec, envelope, call, out)
     # MPI reports an error if a message is too long, but not if it is too short.
-    if got != spec.nbytes:
+    if got != receipt.nbytes:
         raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
     if type(receipt.memory) is MessageBuffer:
         _copy_bytes(receipt.memory, receipt.transfer.buffer)
@@ -196,7 +198,8 @@ def _copy_bytes(source: np.ndarray, destination: np.ndarray) -> None:
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array. For wildcards, the envelope gets the sender and tag."""
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
-    if _PROBES_FIRST or _expects_descriptor(spec, envelope) or envelope.peer == MPI.ANY_SOURCE:
+    is_probed = _PROBES_FIRST or envelope.peer == MPI.ANY_SOURCE
+    if is_probed or spec.arrays is not None and _expects_descriptor(envelope):
         return _matched(spec, envelope, call)
     return finish_receive(Receipt(spec, envelope, "blocking receive"), call)
 
@@ -207,9 +210,9 @@ def _answered(envelope: Envelope, status: Status) -> None:
         envelope.answered_from(status.source, status.tag)
 
 
-def _expects_descriptor(spec: Spec, envelope: Envelope) -> bool:
-    """Return whether the sender of an array on a device may send a descriptor."""
-    return spec.arrays is not None and device_messages.receives_descriptors(envelope.channel, (envelope.peer,))
+def _expects_descriptor(envelope: Envelope) -> bool:
+    """Return whether the sender may send a descriptor."""
+    return device_messages.receives_descriptors(envelope.channel, (envelope.peer,))
 
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
@@ -248,7 +251,8 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
         # The forward receive didn't depend on this rank's send, whose receiver may still be in the adjoint of a later call.
         send(private_copy(array, array), there)
         return receive(spec, back, call)
-    receipt = None if _PROBES_FIRST or _expects_descriptor(spec, back) else Receipt(spec, back, "blocking receive")
+    is_probed = _PROBES_FIRST or spec.arrays is not None and _expects_descriptor(back)
+    receipt = None if is_probed else Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
         value = _matched(spec, back, call) if receipt is None else finish_receive(receipt, call)
