@@ -277,7 +277,8 @@ def exchange(channel: Channel, tag: int, array: Array, sent: Slices, spec: Spec,
 
     # Both sides know the sizes of the messages, so device arrays are staged as a whole.
     out = communicate(swap, array, spec)
-    device_messages.introduce(Spec.of(array), channel, (*sent, *received))
+    if type(array) is not np.ndarray:
+        device_messages.introduce(Spec.of(array), channel, (*sent, *received))
     return out
 
 
