@@ -177,6 +177,7 @@ class DeviceMessages:
         self.node = node
         self.arena: Arena | None = None
         self.flags = 0  # the address on the device of the memory of the node
+        self.has_flags = False  # whether the device writes flags and waits for them
         self._opened: dict[tuple[Rank, int], int] = {}  # by owner and block: the address
         self.obstacles: dict[Rank, str] = {}  # by local rank: why its device memory can't be accessed
         self._stored: dict[tuple[Rank, int], int] = {}  # by owner and index: the number of the latest offer that was used
@@ -194,6 +195,7 @@ class DeviceMessages:
                 self.arena = Arena(arrays, memory, self.node)
                 try:
                     self.flags = memory.register(self.node.memory)
+                    self._try_flags()
                     self.arena._grow(_ALIGNMENT)
                 except Exception as error:  # noqa: BLE001 - of the driver; arrays are staged
                     self._refuse(self.node.rank, error)
@@ -203,9 +205,21 @@ class DeviceMessages:
                 if owner != self.node.rank and board["blocks"] and not board["answers"][self.node.rank]:
                     board["answers"][self.node.rank] = _YES if self._can_pull(owner) else _NO
 
+    def _try_flags(self) -> None:
+        """Raise an error if the device doesn't write flags, or doesn't wait for them: not all drivers support this."""
+        memory, own = self.arena.memory, self.node.rank  # type: ignore[union-attr]
+        flag = self.flags + self.node.offset("packed", own, 0)
+        memory.write(flag, POISON)
+        memory.wait(flag, POISON)
+        self.arena.arrays.synchronize()  # type: ignore[union-attr]
+        if self.node.packed[own, 0] != POISON:
+            raise OSError("the device doesn't write into host memory")
+        self.node.packed[own, 0] = 0
+        self.has_flags = True
+
     def _can_pull(self, owner: Rank) -> bool:
         """Return whether this process can read a rank's arena."""
-        if self.arena is None or not self.flags:
+        if self.arena is None or not self.has_flags:
             return False
         pattern = np.zeros_like(self.node.cookie)
         try:

@@ -134,8 +134,12 @@ def test_a_rank_that_never_sends_is_sent_descriptors():
             assert len(memory.opened) == (WORLD.rank == 1)
 
 
+def refuse_flags(flag, value):
+    raise RuntimeError("error 801")
+
+
 @several
-@pytest.mark.parametrize("way", ["broken", "full", "switched off"])
+@pytest.mark.parametrize("way", ["broken", "full", "flags", "switched off"])
 def test_whatever_is_missing_arrays_are_staged(way, caplog):
     """On the last rank: another reason there must not matter elsewhere."""
     last = WORLD.rank == WORLD.size - 1
@@ -144,6 +148,8 @@ def test_whatever_is_missing_arrays_are_staged(way, caplog):
             memory.broken = "invalid device context"
         if last and way == "full":
             memory.limit = 0
+        if last and way == "flags":
+            memory.write = refuse_flags
         if way == "switched off":
             device_settings.put(DeviceSettings(cuda_aware=False, ipc=False))
         for k in range(4):
@@ -157,7 +163,9 @@ def test_whatever_is_missing_arrays_are_staged(way, caplog):
                 assert device_messages.present().obstacles
             if last and way == "full":
                 assert memory.released and "has no" in caplog.text
-            assert (memory.copies > 0) == (way != "switched off")
+            if last and way == "flags":
+                assert "RuntimeError: error 801" in caplog.text
+            assert (memory.copies > 0) == (way != "switched off" and not (last and way == "flags"))
 
 
 @several
