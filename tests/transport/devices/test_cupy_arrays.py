@@ -60,7 +60,7 @@ class Graph:
             call()
 
 
-class Function:
+class KernelFunction:
     """A kernel: within a capture, its launch becomes a part of the graph."""
 
     num_regs, local_size_bytes = 32, 0
@@ -214,7 +214,7 @@ def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
     from mpiad.transport.devices import cupy_arrays
 
     queued, launcher = [], arrays.launcher
-    kernels = [cupy_arrays.CupyKernel(Function(lambda *given, k=k: queued.append((k, *given)))) for k in range(5)]
+    kernels = [cupy_arrays.CupyKernel(KernelFunction(lambda *given, k=k: queued.append((k, *given)))) for k in range(5)]
     launches = [(kernel, k + 1, 256, (None, k)) for k, kernel in enumerate(kernels)]
     with Device(1):
         Stream.current.append(Stream())
@@ -228,6 +228,8 @@ def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
             assert queued[-1][1:3] == ((count,), (256,)) and queued[-1][4] == count - 1
             queued.clear()
         assert arrays.stream() == Stream.current[-1].ptr != Stream().ptr
+
+
 class Runtime:
     """CUDA's runtime, with host memory; `log` has the calls that only queue."""
 
