@@ -235,8 +235,8 @@ class DeviceArray:
     @property
     def __values(self) -> np.ndarray:
         """The values, after all that is queued: NumPy's arithmetic doesn't run in the order of a stream."""
-        if double.stream is not None:
-            double.stream.settle()
+        if double.queue is not None:
+            double.queue.settle()
         return self.__data
 
 
@@ -362,7 +362,7 @@ class DoubleArrays:
         self._synchronized = True
         self.aware = False
         self.memory: Any = None  # of `device_memory_double`
-        self.stream: Any = None
+        self.queue: Any = None
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         made = DeviceArray._of(np.empty(shape, dtype))
@@ -419,8 +419,8 @@ class DoubleArrays:
     def synchronize(self) -> None:
         transfers.synchronizations += 1
         self._flush(None)
-        if self.stream is not None:
-            self.stream.settle()
+        if self.queue is not None:
+            self.queue.settle()
         self._synchronized = True
 
     def record(self) -> int:

@@ -166,13 +166,13 @@ def install():
     """Give the stand-in a device's memory; return it."""
     if getattr(double, "memory", None) is None:
         double.memory = MemoryDouble()
-        double.stream = double.memory.stream
+        double.queue = double.memory.stream
     return double.memory
 
 
 def remove():
     """Take the memory away, after all that is queued has run."""
-    if double.stream is not None:
-        double.stream.settle()
-        double.stream.put(None)
-    double.memory = double.stream = None
+    if double.queue is not None:
+        double.queue.settle()
+        double.queue.put(None)
+    double.memory = double.queue = None

@@ -23,8 +23,12 @@ class Stream:
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.waited_for: list[object] = []
-        self.synchronized, self.ptr, self.captured = 0, id(self), None
+        self.synchronized, self.captured = 0, None
         self.device = Device.current[-1]
+
+    @property
+    def ptr(self):
+        return id(self)
 
     def begin_capture(self, mode=None):
         self.captured = []
