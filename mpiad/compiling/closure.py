@@ -165,7 +165,7 @@ class FunctionReader:
     def array(self, value: np.ndarray) -> None:
         """Record an array."""
 
-    def device_array(self, value: Any) -> None:
+    def device_array(self, value: object) -> None:
         """Record an array on a device, whose entries programs read in each run."""
 
     def container(self, value: Any, parts: list[Any]) -> None:
@@ -336,7 +336,7 @@ class FunctionReader:
             raise Unknown("an array of objects")
         self.array(value)
 
-    def _device_array(self, value: Any) -> None:
+    def _device_array(self, value: object) -> None:
         self.device_array(value)
 
     def _container(self, value: Any) -> None:
@@ -763,7 +763,7 @@ class _WatchReader(FunctionReader):
         if is_writable(value):
             self.watch.note_array(self.path, value)
 
-    def device_array(self, value: Any) -> None:
+    def device_array(self, value: object) -> None:
         self.watch.device_arrays.append(value)
 
     def container(self, value: Any, parts: list[Any]) -> None:

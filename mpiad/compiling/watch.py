@@ -97,7 +97,7 @@ class Watch:
         # For conditions that the function may violate itself, the expressions that are read, and functions that restore
         # the objects.
         self._changeable: list[tuple[str, tuple[Place, ...], Callable[[], object]]] = []
-        self.device_arrays: list[Any] = []  # which the function may read; their contents aren't compared
+        self.device_arrays: list[Array] = []  # which the function may read; their contents aren't compared
 
     def note(self, term: str, *values: object) -> str:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""

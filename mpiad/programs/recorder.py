@@ -348,7 +348,7 @@ class Recorder:
             what = "arrays on two devices" if self.device is not None else f"an array of {arrays.name}"  # type: ignore[union-attr]
             self.refuse(f"it computes with {what}, and only arrays of NumPy, or of CuPy on one device, are compiled")
 
-    def captured_array(self, x: Any) -> Any:
+    def captured_array(self, x: Array) -> Array:
         """Return a traced array for an array on a device which isn't an argument, and other values as they are.
 
         A program reads such an array in each run.
@@ -363,13 +363,13 @@ class Recorder:
         self._use(x)
         return self.capture(x)
 
-    def constant_on_device(self, x: Any) -> Any:
+    def constant_on_device(self, x: Array) -> Array:
         """Return a traced array for a constant that the function copies to the device; programs copy it once."""
         if self.device is None:
             self.refuse("it copies arrays to a device, and its arguments are on the host")
         return self.capture(np.array(x))
 
-    def capture(self, x: Array) -> Any:
+    def capture(self, x: Array) -> Array:
         """Return a traced array for an array on a device, or a constant that is copied there."""
         number = next((number for number, known in self.captured.items() if known is x), None)
         if number is None:
@@ -378,7 +378,7 @@ class Recorder:
             return made
         return TracedArray(self, number, like(Spec(*self.specs[number])))
 
-    def input(self, value: Any, weak: bool = False, is_on_host: bool = False) -> Any:
+    def input(self, value: Array, weak: bool = False, is_on_host: bool = False) -> Array:
         """Return a traced array for an argument; `weak`: whether the argument is a Python scalar."""
         made = self._wrapped(value)
         if is_on_host:
@@ -659,7 +659,7 @@ class Recorder:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule(), self.combined))
         if self.device is not None:
-            found: list[Any] = []
+            found: list[object] = []
             mapped((args, kwargs or {}), found.append)
             numbers = {x.number for x in found if type(x) is Ref}
             if numbers and numbers <= self.on_host or fun is number_on_host:

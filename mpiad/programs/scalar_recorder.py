@@ -66,7 +66,7 @@ class ScalarRecorder:
         """Refuse an operator of `mpiad.extend`, whose rules the derivatives of the program would ignore."""
         self.refuse(f"it calls the operator {operator.__name__}, whose derivative rules can't be compiled")
 
-    def constant_on_device(self, x: Any) -> NoReturn:
+    def constant_on_device(self, x: object) -> NoReturn:
         """Refuse copies to a device."""
         self.refuse("it copies arrays to a device")
 
