@@ -587,6 +587,8 @@ def test_extents_are_joined_again():
     assert block.unused == [(0, 1 << 16)]
 
 
+TESTS = Path(__file__).parents[2]
+BESIDE_THE_STAND_IN = {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))}
 LEFT_ALONE = """
 import os, signal, sys, time
 import numpy as np
@@ -621,7 +623,7 @@ mpiad.mpi_recv(x, 1)
 def test_a_rank_that_is_killed_or_raises_ends_the_job_and_leaves_nothing(mpirun, how):
     before = {path.name for path in Path("/dev/shm").glob("mpiad-*") if path.is_file()}
     start = time.monotonic()
-    done = mpirun(2, LEFT_ALONE, how, timeout=60)
+    done = mpirun(2, LEFT_ALONE, how, timeout=60, env=BESIDE_THE_STAND_IN)
     assert done.returncode != 0 and time.monotonic() - start < 30 * slowdown()
     assert how == "killed" or "waiting" in done.stdout
     assert how == "killed" or "ZeroDivisionError: on purpose" in done.stderr
@@ -644,5 +646,5 @@ assert len(found) == 11 and all(seconds > 0 for seconds in found.values())
 
 @pytest.mark.launches
 def test_the_benchmark_runs(mpirun):
-    done = mpirun(2, MEASURED, cwd=Path(__file__).parents[3])
+    done = mpirun(2, MEASURED, cwd=Path(__file__).parents[3], env=BESIDE_THE_STAND_IN)
     assert done.returncode == 0 and "mpi_exchange, shared" in done.stdout, done.stdout + done.stderr
