@@ -143,7 +143,7 @@ test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; n
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process, some with arrays on the stand-in for a device (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
-	@$(BIN)/python tests/fuzz.py --programs $$(($(PROGRAMS) / 25 + 1)) --ranks $(RANKS) --devices --compiled all some $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python tests/fuzz.py --programs $$(($(PROGRAMS) / 25 + 1)) --ranks $(RANKS) --devices --compiled all some --before tests/programs/shared_devices.py $(if $(SEED),--seed $(SEED))
 	@$(BIN)/python tests/fuzz.py --programs 300 --ranks 2 3 4 $(if $(SEED),--seed $(SEED)) --compiled none --before tests/programs/through_devices.py
 
 test-doctors: $(VENV)/.ready-test ## check that wrong adjoints and hangs are found, and that right programs are not suspected (PROGRAMS=100000 SEED=5 RANKS="2 3")
