@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Scalar, Shared, Tree
 from mpiad.device import to_host
@@ -215,6 +216,11 @@ def _writable(g: Array, leaf: Array) -> Array:
     if g is None:
         return spec.zeros()
     g = conform(g, *spec)
+    if spec.arrays is not None and spec.arrays.takes_host_arrays:  # in a trace
+        x = leaf
+        while isbox(x):
+            x = x._value
+        return spec.arrays.beside(x, g)  # type: ignore[attr-defined]
     # A cotangent may be a read-only view of one number, but users expect writable arrays.
     if type(g) is np.ndarray:
         return g if g.flags.writeable else g.copy()

@@ -177,6 +177,8 @@ class DeviceReplay:
     def _array(self, b: int) -> Array:
         """Return the array of a buffer, in the shape of the buffer."""
         root, shape = root_of(self._buffers, b), self._buffers[b].shape
+        if self._buffers[b].dtype == object:  # an object of an opaque call, which may be an array
+            return self._values[root]
         allocation = self.replays.allocations.get(root)
         if allocation is not None:
             memory, found = self._scratch if allocation.is_scratch else self._memory, self._buffers[root]
@@ -274,7 +276,9 @@ class DeviceReplay:
             passed = [self._argument(step, part) for part in given]
             if has_number:
                 passed[1] = self.numbers.addressed(passed[1])
-            made = self._own(function(call.fun, *passed), [self._array(b) for b in arguments])
+            made = function(call.fun, *passed)
+            if call.kind != "settle":
+                made = self._own(made, [self._array(b) for b in arguments])
             if node.kind == "communicate":
                 self._checked(at, node, made, passed[1] if has_number else None)
             for b in step.results:

@@ -178,4 +178,4 @@ class Interpretation:
 def _described(result: Any) -> Any:
     """Return the spec of an array, and other results unchanged."""
     is_known = (isinstance(result, np.generic) or is_array(result)) and result.dtype.kind in "fciub"
-    return Spec(result.shape, result.dtype) if is_known else result
+    return Spec.of(result) if is_known else result

@@ -22,6 +22,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
+from mpiad.transport import Spec
 from mpiad.transport.core.channels import Used, communications
 from mpiad.transport.core.tracing import tracing
 
@@ -80,6 +81,14 @@ def as_array(x: Any) -> Any:
     return np.float64(x) if type(x) is float else x
 
 
+def _spec_in_run(recorder: Any, x: Array) -> Spec:
+    """Return the spec of a variable in a run of the program."""
+    if not isinstance(x, TracedArray):
+        return spec_like(x)
+    is_on_device = recorder.device is not None and x.number not in recorder.on_host
+    return Spec(x.shape, x.dtype, recorder.device if is_on_device else None)
+
+
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Tree:
     """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or an `Interpretation`."""
     leaves, build = flatten((args, kwargs))
@@ -104,7 +113,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return outcome.build(list(map(tape.variable, made[:half], made[half:])))
     *values, outcome = recorder.opaque(call, (plain, places))
     likes = [spec_like(plain[k]) for k in places]
-    specs = [like._replace(arrays=None) for like in likes]
+    specs = [_spec_in_run(recorder, plain[k]) for k in places]
 
     def adjoint(outcome: Any, gs: list[Array]) -> tuple[Any, ...]:
         """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""

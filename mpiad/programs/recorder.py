@@ -330,7 +330,7 @@ class Recorder:
             value = getval(leaves[place])
             is_array = is_device_array(value)
             if is_array:
-                self._use(value)
+                self._use(arrays_of(value))
                 value = like(Spec.of(value))
             number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
             leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS, not is_array)
@@ -339,11 +339,12 @@ class Recorder:
             self.refuse("it gets arrays on a device and arrays on the host")
         return leaves
 
-    def _use(self, x: Array) -> None:
-        """End the trace in failure if a device array isn't on the device of the trace, or on one without kernels."""
-        arrays = arrays_of(x)
+    def _use(self, arrays: ArrayModule | None) -> None:
+        """Let the trace be on a device; end it in failure if it is on another one, or if this one has no kernels."""
         if self.device is None and getattr(arrays, "launcher", None) is not None:
             self.device = arrays
+            for step in self.steps:
+                self._note_place(step)
         if arrays != self.device:
             what = "arrays on two devices" if self.device is not None else f"an array of {arrays.name}"  # type: ignore[union-attr]
             self.refuse(f"it computes with {what}, and only arrays of NumPy, or of CuPy on one device, are compiled")
@@ -360,7 +361,7 @@ class Recorder:
                 "it computes an array on a device without its arguments, or reads one that can't be followed: compute it "
                 "outside of the jitted function, and pass it as an argument"
             )
-        self._use(x)
+        self._use(arrays_of(x))
         return self.capture(x)
 
     def constant_on_device(self, x: Array) -> Array:
@@ -368,6 +369,20 @@ class Recorder:
         if self.device is None:
             self.refuse("it copies arrays to a device, and its arguments are on the host")
         return self.capture(np.array(x))
+
+    def _note_place(self, step: Step) -> None:
+        """Note whether the results of a step are on the host, since all that it reads is there."""
+        found: list[object] = []
+        mapped((step.args, step.kwargs), found.append)
+        numbers = {x.number for x in found if type(x) is Ref}
+        if numbers and numbers <= self.on_host or step.fun is number_on_host:
+            self.on_host.update(step.outs)
+
+    def _like(self, made: object) -> Any:
+        """Return a placeholder for a result with this spec, which may be the first array on a device."""
+        if isinstance(made, Spec) and made.arrays is not None and not made.arrays.takes_host_arrays:
+            self._use(made.arrays)
+        return like(made)
 
     def capture(self, x: Array) -> Array:
         """Return a traced array for an array on a device, or a constant that is copied there."""
@@ -537,7 +552,7 @@ class Recorder:
         if isinstance(made, Request):
             self._step("communicate", operation, references, (self._number_of_object(made),))
             return made
-        return self._recorded("communicate", operation, references, {}, like(made))
+        return self._recorded("communicate", operation, references, {}, self._like(made))
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Record a function whose result determines how a call continues; replays require the noted result."""
@@ -559,7 +574,7 @@ class Recorder:
         self._any_within |= communicates
         for other in [x for x in noted if not isinstance(x, Spec)]:
             self.refuse(f"it calls {fun.__name__}, which returns {type(other).__name__} instead of an array")
-        results = [self._wrapped(like(spec)) for spec in noted]
+        results = [self._wrapped(self._like(spec)) for spec in noted]
         kwargs = {} if specs is not None else {"expected": [(spec.shape, spec.dtype) for spec in noted]}
         self._step("opaque", fun, references, (*[x.number for x in results], self._number_of_object(rest)), kwargs)
         return *results, rest
@@ -588,7 +603,7 @@ class Recorder:
         self.channels |= {(each, False) for each in channels}
         references = self.referenced(args), self.referenced(kwargs)
         made = self._noted(operator, operator.abstract(plain(args), plain(kwargs)))
-        return self._recorded("operate", operator, *references, like(made))
+        return self._recorded("operate", operator, *references, self._like(made))
 
     def communicated_by_itself(self) -> None:
         """End the trace in failure, since a function communicates by other means than recorded operations."""
@@ -659,11 +674,7 @@ class Recorder:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule(), self.combined))
         if self.device is not None:
-            found: list[object] = []
-            mapped((args, kwargs or {}), found.append)
-            numbers = {x.number for x in found if type(x) is Ref}
-            if numbers and numbers <= self.on_host or fun is number_on_host:
-                self.on_host.update(outs)
+            self._note_place(self.steps[-1])
         if self._most is not None and not self.part and len(self.steps) > self._most:
             advice = "Write jit(step) to compile it nevertheless, or a loop in it over equal parts as a scan"
             text = f"has more than {self._most:,} operations, whose compilation would take long. {advice}"

@@ -110,11 +110,12 @@ class Changed(TypeError):
 
     def __init__(self, result: Any, node: Node, log: list[Any] | None):
         line = "" if node.site is None else f"{node.site.text}: "
-        dtype = np.asarray(result).dtype
+        is_array = hasattr(result, "dtype")
+        what = f"an array of shape {result.shape} and dtype {result.dtype}" if is_array else "other results than"
+        before = f", but one of shape {node.shape} and dtype {node.dtype}" if is_array else ""
         super().__init__(
-            f"{line}{operation_of(node)} has returned an array of shape {np.shape(result)} and dtype {dtype}, but one of "
-            f"shape {node.shape} and dtype {node.dtype} when the function was compiled for arguments of the same shapes. "
-            "Call it outside of the jitted function"
+            f"{line}{operation_of(node)} has returned {what}{before} when the function was compiled for arguments of the "
+            "same shapes. Call it outside of the jitted function"
         )
         self.log = log
 

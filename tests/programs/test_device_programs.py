@@ -14,8 +14,9 @@ from mpi4py import MPI
 
 import mpiad
 import mpiad.device.numpy as np
+from mpiad import parallel
 from mpiad.domain import Domain
-from mpiad.linalg import compiled_iteration, solve
+from mpiad.linalg import compiled_iteration, newton, solve
 from mpiad.timestepping import scan
 
 WORLD = MPI.COMM_WORLD
@@ -326,6 +327,60 @@ def test_messages(name, rng_of_rank):
     for _ in range(2):
         found, expected = all_modes(fun, on_device(x), on_device(v), 0.7), all_modes(fun, x, v, 0.7)
         assert_same(found, expected, 1e-10)
+
+
+def test_ranks_without_arrays_on_a_device_get_some(rng_of_rank):
+    rank = WORLD.rank
+    x = onp.arange(6.0).reshape(2, 3) + rank
+    spread = mpiad.jit(lambda x: mpiad.mpi_bcast(x, root=0) * 2.0)
+    parts = mpiad.jit(lambda x: np.sum(mpiad.mpi_scatter(x * 2.0, root=0) ** 2))
+    pieces = onp.arange(3.0 * WORLD.size).reshape(WORLD.size, 3) + 1
+    for _ in range(3):
+        assert_same(spread(on_device(x) if rank == 0 else None), 2 * onp.arange(6.0).reshape(2, 3))
+        found = mpiad.value_and_grad(parts, objective="sum")(on_device(pieces))
+        assert_same(found, [onp.sum((2 * pieces) ** 2), 8 * pieces * (rank == 0)])
+
+
+def test_shapes_that_differ_from_the_trace():
+    fun = mpiad.jit(lambda x, w: np.sum(mpiad.mpi_bcast(x, root=0) ** 2) * w)
+    for length in (2, 2, 3, 3, 2):
+        x = on_device(onp.ones(length) * 2) if WORLD.rank == 0 else None
+        assert_same(fun(x, on_device(onp.ones(2))), 4.0 * length * onp.ones(2))
+
+
+@pytest.mark.serial
+def test_variables_without_influence(rng):
+    b, u = rng.normal(size=4), rng.normal(size=4)
+
+    def fun(b, u):
+        return np.sum(newton(lambda u, b: 3 * u + u**3 - b, u, b, rtol=1e-12) ** 2)
+
+    for gradient in (mpiad.grad(mpiad.jit(fun), (0, 1)), mpiad.jit(mpiad.grad(fun, (0, 1)))):
+        for _ in range(2):
+            assert_same(gradient(on_device(b), on_device(u)), mpiad.grad(fun, (0, 1))(b, u), 1e-9)
+
+
+@pytest.mark.serial
+def test_derivatives_by_numbers_are_numbers(rng):
+    x = rng.normal(size=4)
+    gradient = mpiad.jit(mpiad.grad(lambda x, a: np.sum(np.sin(a * x)), (0, 1)))
+    for _ in range(2):
+        found = gradient(on_device(x), 0.7)
+        assert isinstance(found[0], DeviceArray) and type(found[1]) is onp.float64
+        assert_same(found, [0.7 * onp.cos(0.7 * x), onp.sum(x * onp.cos(0.7 * x))])
+
+
+def test_training_with_compiled_losses(rng_of_rank):
+    w, data = onp.linspace(0.1, 0.5, 5), rng_of_rank.normal(size=(7, 5))
+
+    def loss(p, x):
+        return np.mean((x @ p["w"]) ** 2)
+
+    expected = parallel.value_and_grad(loss)({"w": w}, data)
+    evaluate = parallel.value_and_grad(mpiad.jit(loss))
+    for _ in range(3):
+        value, gradient = evaluate({"w": on_device(w)}, on_device(data))
+        assert_same([value, gradient["w"]], [expected[0], expected[1]["w"]])
 
 
 @pytest.mark.serial
