@@ -11,6 +11,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Scalar, Shared, Tree
 from mpiad.device import to_host
 from mpiad.device.assembly import stack
+from mpiad.device.transfer import array_to_host
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
@@ -220,7 +221,7 @@ def _writable(g: Array, leaf: Array) -> Array:
         x = leaf
         while isbox(x):
             x = x._value
-        return spec.arrays.beside(x, g)  # type: ignore[attr-defined]
+        return array_to_host(g) if spec.arrays.is_on_host(x) else g  # type: ignore[attr-defined]
     # A cotangent may be a read-only view of one number, but users expect writable arrays.
     if type(g) is np.ndarray:
         return g if g.flags.writeable else g.copy()

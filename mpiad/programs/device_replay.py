@@ -203,7 +203,7 @@ class DeviceReplay:
 
         def queue() -> None:
             if launches:
-                steps.append(partial(self._launch, self.replays.launcher.sequence([*launches])))
+                steps.extend([self._words.upload, self.replays.launcher.sequence([*launches])])
                 launches.clear()
 
         for at, step in enumerate(self.schedule.steps):
@@ -216,10 +216,6 @@ class DeviceReplay:
                 steps.append(self._in_place(at, step) if step.in_place else self._call(at, step))
         queue()
         return steps
-
-    def _launch(self, sequence: Callable[[], None]) -> None:
-        self._words.upload()
-        sequence()
 
     def _run(self, part: _Part, *inputs: Array) -> list[Array]:
         if not part.number:

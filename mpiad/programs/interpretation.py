@@ -47,7 +47,7 @@ def message_counts() -> list[tuple[Channel, Counts]]:
     return [(channel, channel.counts()) for channel in live_channels()]
 
 
-def logged(result: Any, params: object = None) -> Any:
+def logged(result: Array, params: object = None) -> Array:
     """Return the log entry of an operation's result; `params`: the parameters of a communication."""
     kept = result.copy() if is_array(result) else result
     envelopes = envelopes_of(params)

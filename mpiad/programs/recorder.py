@@ -378,7 +378,7 @@ class Recorder:
         if numbers and numbers <= self.on_host or step.fun is number_on_host:
             self.on_host.update(step.outs)
 
-    def _like(self, made: object) -> Any:
+    def _like(self, made: object) -> Array:
         """Return a placeholder for a result with this spec, which may be the first array on a device."""
         if isinstance(made, Spec) and made.arrays is not None and not made.arrays.takes_host_arrays:
             self._use(made.arrays)

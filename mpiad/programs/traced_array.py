@@ -25,7 +25,6 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.device.transfer import array_to_host
 from mpiad.differentiation.advice import SUMS, in_place_of_scipy
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import COMPOSED, COMPOSITIONS, substitute
@@ -583,10 +582,9 @@ class _TracedArrays:
     def copy(self, x: Array) -> Array:
         return x.copy()
 
-    def beside(self, x: Any, g: Array) -> Array:
-        """Return a cotangent of x, on the host if x is a number there."""
-        recorder = self.recorder
-        return array_to_host(g) if recorder.device is not None and x.number in recorder.on_host else g
+    def is_on_host(self, x: Array) -> bool:
+        """Return whether a traced value is a number on the host, in a trace of arrays on a device."""
+        return self.recorder.device is not None and x.number in self.recorder.on_host
 
     def to_device(self, x: Array) -> Array:
         return x if self.recorder.device is None else self.recorder.capture(x)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Buffer, Scalar, Shape
-from mpiad.transport.devices.device_arrays import Launch
 
 # Of a graph: capturing and instantiating more at once takes memory and time that grow with their number.
 _MOST_KERNELS = 1000
@@ -175,7 +174,7 @@ class CupyLauncher:
         with self._arrays.current():
             kernel.function((blocks,), (threads,), given)
 
-    def sequence(self, launches: Sequence[Launch]) -> Callable[[], None]:
+    def sequence(self, launches: Sequence[tuple[CupyKernel, int, int, Sequence[object]]]) -> Callable[[], None]:
         """Return a function that queues kernels: several ones as graphs of at most `_MOST_KERNELS`."""
         if len(launches) == 1:
             return partial(self.launch, *launches[0])
@@ -189,7 +188,7 @@ class CupyLauncher:
 
         return queue
 
-    def _graph(self, launches: Sequence[Launch]) -> Any:
+    def _graph(self, launches: Sequence[tuple[CupyKernel, int, int, Sequence[object]]]) -> Any:
         """Return the graph of kernels, which is captured on a stream of its own and runs on the current one."""
         with self._arrays.current(), cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
