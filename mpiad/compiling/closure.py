@@ -336,9 +336,6 @@ class FunctionReader:
             raise Unknown("an array of objects")
         self.array(value)
 
-    def _device_array(self, value: object) -> None:
-        self.device_array(value)
-
     def _container(self, value: Any) -> None:
         parts = parts_of(value)
         self.container(value, parts)
@@ -578,7 +575,7 @@ def _is_in(module: str, packages: frozenset[str]) -> bool:
 @lru_cache(maxsize=256)
 def _reader_for(kind: type) -> Any:
     if hasattr(kind, "__cuda_array_interface__"):
-        return FunctionReader._device_array
+        return lambda self, value: self.device_array(value)
     return next((read for kinds, read in _READERS if issubclass(kind, kinds)), None)
 
 
