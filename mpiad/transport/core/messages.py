@@ -304,16 +304,12 @@ class Messages:
 
     def __init__(self, channel: Channel, tag: int, sent: Mapping[Rank, Array], received: Mapping[Rank, Array]):
         self._channel, self._tag, self._received = channel, tag, received
-        targets = received
+        targets: Mapping[Rank, Array] = received
         if device_messages.receives_descriptors(channel, received):
-            targets = {rank: self._target(x) for rank, x in received.items()}
+            landings = {rank: device_messages.landing(Spec.of(x)) for rank, x in received.items()}
+            targets = {rank: x if landings[rank] is None else landings[rank] for rank, x in received.items()}
         self._targets = targets
         self._buffers = [{rank: as_bytes(x) for rank, x in arrays.items()} for arrays in (sent, targets)]
-
-    @staticmethod
-    def _target(x: Array) -> Array:
-        landing = device_messages.landing(Spec.of(x))
-        return x if landing is None else landing
 
     def start(self) -> None:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
