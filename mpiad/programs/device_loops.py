@@ -78,9 +78,8 @@ def compiled(kernels: Sequence[LoopKernel], launcher: Launcher) -> list[DeviceKe
     """Compile the kernels of a program in one module, alike ones once; those that would spill registers in another one."""
     made: dict[str, DeviceKernel] = {}
     for is_bounded in (True, False):
-        names = {
-            body: f"loop{k}" for k, body in enumerate(dict.fromkeys(one.body for one in kernels if one.body not in made))
-        }
+        bodies = dict.fromkeys(kernel.body for kernel in kernels if kernel.body not in made)
+        names = {body: f"loop{k}" for k, body in enumerate(bodies)}
         texts = [LoopKernel(body, 0).text(name, is_bounded) for body, name in names.items()]
         text = "\n".join([PRELUDE + _DEFINITIONS, *texts])
         for body, name in names.items():

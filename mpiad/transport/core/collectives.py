@@ -147,11 +147,12 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int) -> Array:
     if _all_share(channel, spec if array is None else Spec.of(array)):
-        n = prod(spec.shape)
-        flat = spec._replace(shape=(0,)).empty() if array is None else array.reshape(-1)
-        received = [n if rank == root else 0 for rank in range(channel.size)] if array is None else [0] * channel.size
-        out = _sent_blocks(channel, flat, [0 if array is None else n] * channel.size, received, overlap=True)
-        return out.reshape(spec.shape) if array is None else copied(array)
+        n, none = prod(spec.shape), [0] * channel.size
+        if array is None:
+            received = [n if rank == root else 0 for rank in range(channel.size)]
+            return _sent_blocks(channel, spec._replace(shape=(0,)).empty(), none, received).reshape(spec.shape)
+        _sent_blocks(channel, array.reshape(-1), [n] * channel.size, none, overlap=True)
+        return copied(array)
     transfer = incoming_transfer(spec) if array is None else outgoing_transfer(array)
     channel.data.Bcast(transfer.buffer, root)
     return transfer.received() if array is None else copied(array)
@@ -167,10 +168,11 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
-    if _all_share(channel, Spec.of(array := outgoing(x, call))):
+    array = outgoing(x, call)
+    if _all_share(channel, Spec.of(array)):
         counts = [array.size // channel.size] * channel.size
         return _sent_blocks(channel, array.reshape(-1), counts, counts).reshape(array.shape)
-    return communicate(channel.data.Alltoall, outgoing(x, call))
+    return communicate(channel.data.Alltoall, array)
 
 
 def alltoallv(channel: Channel, x: Array, axis: int, sent: list[int], received: list[int], call: str) -> Array:
@@ -259,14 +261,12 @@ def scatter(
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (*piece.shape[:axis], *piece.shape[axis + 1 :])
     if _all_share(channel, piece._replace(shape=(sum(lengths), *shape))):
-        counts, own = [0] * channel.size, [0] * channel.size
+        own, counts, flat = [0] * channel.size, [0] * channel.size, piece._replace(shape=(0,)).empty()
         own[root] = prod(piece.shape)
         if channel.rank == root:
             counts = [length * prod(shape) for length in lengths]
-        array = (
-            _packed(outgoing(x, call), lengths, axis or 0) if channel.rank == root else piece._replace(shape=(0,)).empty()
-        )
-        return _sent_blocks(channel, array.reshape(-1), counts, own).reshape(piece.shape)
+            flat = _packed(outgoing(x, call), lengths, axis or 0).reshape(-1)
+        return _sent_blocks(channel, flat, counts, own).reshape(piece.shape)
     received, sent = incoming_transfer(piece), None
     if channel.rank == root:
         array = outgoing(x, call)
