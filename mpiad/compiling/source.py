@@ -6,8 +6,9 @@ by NumPy, except for the rounding of operations that `lowered` replaces.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import mul
 from typing import TypeAlias
@@ -207,3 +208,52 @@ def _in_pieces(name: str, arguments: Sequence[str], body: list[str], outputs: Se
 def _function(name: str, arguments: Sequence[str], body: list[str], outputs: Sequence[str]) -> str:
     result = f"return ({', '.join(outputs)}{',' * bool(outputs)})"
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented([*body, result])]) + "\n"
+
+
+def with_few_live(statements: Sequence[str], first: Container[str] = ()) -> list[int]:
+    """Return an order of assignments, each to a new target, in which few variables are live at the same time.
+
+    `first`: variables that are assigned before all others. The method is greedy: next comes the statement that, with the
+    loads it needs, adds the fewest live variables.
+    """
+    targets = [statement.partition(" = ")[0] for statement in statements]
+    places = {target: k for k, target in enumerate(targets)}
+    words = [statement.partition(" = ")[2].translate(_SEPARATORS).split() for statement in statements]
+    reads = [sorted({places[word] for word in each if word in places}) for each in words]
+    users: list[set[int]] = [set() for _ in statements]  # that are left
+    for k, found in enumerate(reads):
+        for i in found:
+            users[i].add(k)
+    order: dict[int, None] = {}
+    used = [bool(found) for found in users]
+    queue: list[tuple[int, int]] = []
+
+    def offer(k: int) -> None:
+        """Put a statement into the queue if all that it needs, but loads, is computed."""
+        if reads[k] and k not in order and all(i in order or not reads[i] for i in reads[k]):
+            added = sum(i not in order for i in reads[k]) + used[k] - sum(len(users[i]) == 1 for i in reads[k])
+            heapq.heappush(queue, (added, k))
+
+    def assign(k: int) -> None:
+        order[k] = None
+        for i in reads[k]:
+            users[i].discard(k)
+            if len(users[i]) == 1:
+                offer(*users[i])
+        for j in users[k]:
+            offer(j)
+
+    for k, target in enumerate(targets):
+        if target in first:
+            assign(k)
+    for k in range(len(statements)):
+        offer(k)
+    while queue:
+        _, k = heapq.heappop(queue)
+        if k not in order:
+            for i in reads[k]:
+                if i not in order:
+                    assign(i)
+            assign(k)
+    # The others read no variable, and nothing reads them.
+    return [*order, *(k for k in range(len(statements)) if k not in order)]

@@ -22,7 +22,7 @@ from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import address_of
 from mpiad.compiling.c_translation import PRELUDE, c_lines
 from mpiad.compiling.program import OPERATIONS
-from mpiad.compiling.source import indented, number
+from mpiad.compiling.source import indented, number, with_few_live
 from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.programs.array_program import parts_of
 from mpiad.programs.fusion import Schedule, root_of
@@ -35,13 +35,13 @@ _log = logging.getLogger("mpiad")
 # Products and sums are rounded one by one, as on the host.
 OPTIONS = ("--std=c++14", "--fmad=false")
 THREADS = 256  # per block
-# Functions for indices that are moved into the bounds of an array, and the number of registers at which four blocks run at
-# the same time on a multiprocessor.
+# Functions for indices that are moved into the bounds of an array, and a limit of the number of registers: that at which so
+# many blocks run at the same time on a multiprocessor.
 _DEFINITIONS = f"""
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define BOUNDED __launch_bounds__({THREADS}, 4)
+#define BOUNDED(blocks) __launch_bounds__({THREADS}, blocks)
 #else
-#define BOUNDED
+#define BOUNDED(blocks)
 #endif
 INLINE long long larger(long long a, long long b) {{ return a > b ? a : b; }}
 INLINE long long smaller(long long a, long long b) {{ return a < b ? a : b; }}
@@ -58,10 +58,11 @@ _MOST_INT = 2**31
 
 
 class LoopKernel(NamedTuple):
-    """A kernel of a loop; `body`: its statements; `threads`: their number."""
+    """A kernel of a loop; `body`: its statements, `traced`: in the order of the trace; `threads`: their number."""
 
     body: str
     threads: int
+    traced: str = ""
 
     @classmethod
     def of(cls, head: Sequence[str], threads: int, lines: Sequence[str]) -> LoopKernel:
@@ -69,25 +70,36 @@ class LoopKernel(NamedTuple):
         each = [f"    EACH(thread, {threads}) {{", *indented([*lines], 2), "    }", "#undef real"]
         return cls("\n".join([*head, *each]), threads)
 
-    def text(self, name: str, is_bounded: bool = True) -> str:
-        """Return the function of the kernel; `is_bounded`: whether its number of registers is limited."""
-        return f"KERNEL {'BOUNDED ' * is_bounded}{name}(const long long* words) {{\n{self.body}\n}}\n"
+
+def text_of(body: str, name: str, blocks: int = 4) -> str:
+    """Return the function of a kernel; `blocks`: how many blocks at a time its registers must allow, 0: any number."""
+    return f"KERNEL {f'BOUNDED({blocks}) ' * bool(blocks)}{name}(const long long* words) {{\n{body}\n}}\n"
 
 
 def compiled(kernels: Sequence[LoopKernel], launcher: Launcher) -> list[DeviceKernel]:
-    """Compile the kernels of a program in one module, alike ones once; those that would spill registers in another one."""
-    made: dict[str, DeviceKernel] = {}
-    for is_bounded in (True, False):
-        bodies = dict.fromkeys(kernel.body for kernel in kernels if kernel.body not in made)
-        names = {body: f"loop{k}" for k, body in enumerate(bodies)}
-        texts = [LoopKernel(body, 0).text(name, is_bounded) for body, name in names.items()]
+    """Compile the kernels of a program in one module, alike ones once; those that would spill registers once more."""
+    left = {kernel.body: kernel for kernel in kernels}
+
+    def module(blocks: int, is_traced: bool = False) -> dict[str, DeviceKernel]:
+        names = {body: f"loop{k}" for k, body in enumerate(left)}
+        texts = [text_of(left[body].traced if is_traced else body, name, blocks) for body, name in names.items()]
         text = "\n".join([PRELUDE + _DEFINITIONS, *texts])
-        for body, name in names.items():
-            kernel = launcher.compiled(text, name, OPTIONS)
-            if not (is_bounded and kernel.local_bytes):
+        return {body: launcher.compiled(text, name, OPTIONS) for body, name in names.items()}
+
+    made = module(4)
+    left = {body: kernel for body, kernel in left.items() if made[body].local_bytes}
+    least = module(0) if left else {}
+    # Where more registers don't help, the memory is that of functions such as the complex exponential.
+    left = {body: kernel for body, kernel in left.items() if least[body].local_bytes < made[body].local_bytes}
+    for blocks, is_traced in ((4, True), (2, False)):
+        for body, kernel in (module(blocks, is_traced) if left else {}).items():
+            if kernel.local_bytes <= least[body].local_bytes:
                 made[body] = kernel
-            if not is_bounded and kernel.local_bytes:
-                _log.info("jit: a kernel needs %s bytes of local memory per thread:\n%s", kernel.local_bytes, body)
+                del left[body]
+    made |= {body: least[body] for body in left}
+    for body, kernel in least.items():
+        if kernel.local_bytes:
+            _log.info("jit: a kernel needs %s bytes of local memory per thread:\n%s", kernel.local_bytes, body)
     return [made[kernel.body] for kernel in kernels]
 
 
@@ -112,15 +124,28 @@ class DeviceLoop(LoopText):
         is_empty = not math.prod(shape) or any(hi <= lo for lo, hi in inside)
         around: Known = [None] * len(shape)
         boxes: list[Known] = [*[inside] * (not is_empty), *[around] * (rows is not None or edges is not None)]
-        bodies = [c_lines([*LoopBody(self, box).text(), *self._combined()], sums) for box in boxes]
-        self._entry = bodies[0] if bodies else list[str]()  # the statements for an entry, whose indices are known
-        if len(bodies) > 1:
-            tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(inside) if lo]
-            tests += [f"i{k} < {hi}" for k, (_, hi) in enumerate(inside) if hi < shape[k]]
-            first, second = map(indented, bodies)
-            self._entry = [f"if ({' && '.join(tests)}) {{", *first, "} else {", *second, "}"]
+        # For each box, the statements, in the kernel language and in C++.
+        self._bodies = [(lines, c_lines(lines, sums)) for lines in (LoopBody(self, box).text() for box in boxes)]
+        tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(inside) if lo]
+        tests += [f"i{k} < {hi}" for k, (_, hi) in enumerate(inside) if hi < shape[k]]
+        self._is_inside = " && ".join(tests)
         targets = [self.entry(*fold.place, part) for fold, part in self.folds]
         self._targets = c_lines([f"{target} = {x}" for target, x in zip(targets, sums)])
+
+    def _entry(self, is_traced: bool) -> list[str]:
+        """Return the statements for an entry, whose indices are known: as traced, or with few live variables."""
+        buffers, combined = self.schedule.buffers, c_lines(self._combined(), [f"s{k}" for k in range(len(self.folds))])
+        roots, bodies = {root_of(buffers, b) for b in self.written}, list[list[str]]()
+        written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
+        for lines, texts in self._bodies:
+            # What is overwritten is read before.
+            first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
+            order = range(len(lines)) if is_traced else with_few_live(lines, first)
+            bodies.append([*(texts[k] for k in order), *combined])
+        if len(bodies) < 2:
+            return bodies[0] if bodies else []
+        inside, outside = map(indented, bodies)
+        return [f"if ({self._is_inside}) {{", *inside, "} else {", *outside, "}"]
 
     def _combined(self) -> list[str]:
         """Return the lines that combine the values f0, f1, ... with the results s0, s1, ..."""
@@ -135,7 +160,7 @@ class DeviceLoop(LoopText):
     @property
     def text(self) -> str:
         """The kernels, as they are without padded rows."""
-        return "\n".join(kernel.text(f"loop{k}") for k, kernel in enumerate(self.kernels({})))
+        return "\n".join(text_of(kernel.body, f"loop{k}") for k, kernel in enumerate(self.kernels({})))
 
     @property
     def partial(self) -> int:
@@ -145,15 +170,19 @@ class DeviceLoop(LoopText):
 
     def kernels(self, allocations: Mapping[int, Allocation]) -> list[LoopKernel]:
         """Return the kernels; `allocations`: the places of the temporary buffers."""
-        shape, head = self.loop.shape, self._declarations(allocations)
-        entries = math.prod(shape)
-        if not entries:
+        if not math.prod(self.loop.shape):
             return []
+        head = self._declarations(allocations)
+        made, traced = (self._kernels(head, self._entry(is_traced)) for is_traced in (False, True))
+        return [kernel._replace(traced=other.body) for kernel, other in zip(made, traced)]
+
+    def _kernels(self, head: list[str], entry: list[str]) -> list[LoopKernel]:
+        """Return the kernels, given the declarations, and the statements for an entry."""
+        shape = self.loop.shape
         if not self.folds:
-            lines = [*_decomposed("thread", dict(enumerate(shape))), *self._entry]
-            return [LoopKernel.of(head, entries, lines)]
+            return [LoopKernel.of(head, math.prod(shape), [*_decomposed("thread", dict(enumerate(shape))), *entry])]
         chunks = self._chunks()
-        made, place = [LoopKernel.of(head, chunks.results * chunks.counts[0], self._first(chunks))], 0
+        made, place = [LoopKernel.of(head, chunks.results * chunks.counts[0], self._first(chunks, entry))], 0
         for before, after in zip(chunks.counts, chunks.counts[1:]):
             lines = self._next(chunks, before, after, place)
             made.append(LoopKernel.of(head, chunks.results * after, lines))
@@ -171,7 +200,7 @@ class DeviceLoop(LoopText):
                 counts.append(-(-counts[-1] // _COMBINED))
         return Chunks(kept, results, counts)
 
-    def _first(self, chunks: Chunks) -> list[str]:
+    def _first(self, chunks: Chunks, entry: list[str]) -> list[str]:
         """Return the statements of a thread that combines the entries of a chunk."""
         shape, (kept, results, (count, *_)) = self.loop.shape, chunks
         others = {k: n for k, n in enumerate(shape) if k not in kept}
@@ -180,7 +209,7 @@ class DeviceLoop(LoopText):
         places = f"result = thread {f'/ {count}' if by_chunks else f'% {results}'}"
         places += f", chunk = thread {f'% {count}' if by_chunks else f'/ {results}'}"
         entries = f"for (long long q = chunk; q < {math.prod(others.values())}; q += {count}) {{"
-        lines = [*_decomposed("q", others), *self._entry]
+        lines = [*_decomposed("q", others), *entry]
         return [*self._begun(places, chunks), entries, *indented(lines), "}", *self._ended(chunks, count, 0)]
 
     def _next(self, chunks: Chunks, before: int, after: int, start: int) -> list[str]:

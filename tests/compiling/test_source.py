@@ -19,7 +19,7 @@ from mpiad.compiling.arguments import arguments_of
 from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import OPERATIONS, Builder, evaluated
 from mpiad.compiling.rerolling import Stored
-from mpiad.compiling.source import function_source, lines, numbered
+from mpiad.compiling.source import function_source, lines, numbered, with_few_live
 from mpiad.compiling.translation import translated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
@@ -159,3 +159,33 @@ def test_long_functions_are_divided_into_pieces(monkeypatch):
     expected = evaluated(program, given)
     assert found[0] == found[1]
     np.testing.assert_allclose(found[0], [expected[0], expected[2], 1.0 + expected[1], 2.0 + expected[3]], rtol=1e-14)
+
+
+def most_live(statements, order):
+    """Return the largest number of variables between their assignment and their last use."""
+    words = [re.findall(r"\w+", statements[k]) for k in order]
+    assigned = {each[0]: k for k, each in enumerate(words)}
+    used = {name: max(k for k, each in enumerate(words) if name in each) for name in assigned}
+    return max(sum(assigned[name] <= k < used[name] for name in assigned) for k in range(len(order)))
+
+
+def test_few_variables_are_live():
+    # The sums of the leaves of four trees with 32 leaves, all loaded before, and with the sums of one level one by one.
+    statements, roots = [f"x{k} = a{k % 32}[{k}]" for k in range(128)], []
+    for tree in range(4):
+        names = [f"x{k}" for k in range(32 * tree, 32 * tree + 32)]
+        while len(names) > 1:
+            made = [f"v{len(statements) + k}" for k in range(len(names) // 2)]
+            statements += [f"{v} = {x} + {y} * x0" for v, x, y in zip(made, names[::2], names[1::2])]
+            names = made
+        roots += names
+    statements += [f"o{k} = {name}" for k, name in enumerate(roots)]
+    order = with_few_live(statements, first={"x99", "x3"})
+    assert sorted(order) == list(range(len(statements))) and order[:2] == [3, 99]
+    found = [{f"a{k}": np.random.default_rng(k).random(128) for k in range(32)} for _ in range(2)]
+    for values, places in zip(found, (range(len(statements)), order)):
+        exec("\n".join(statements[k] for k in places), values)
+    assert all(found[0][f"o{k}"] == found[1][f"o{k}"] for k in range(4))
+    # A tree of depth five takes a variable for each level; besides, `x0` and the two first ones.
+    assert most_live(statements, range(len(statements))) >= 128
+    assert most_live(statements, order) <= 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from types import SimpleNamespace
 
 import numpy as onp
 import pytest
@@ -17,6 +18,7 @@ import mpiad.device.numpy as np
 from mpiad import parallel
 from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, newton, solve
+from mpiad.programs.device_loops import LoopKernel, compiled
 from mpiad.timestepping import scan
 
 WORLD = MPI.COMM_WORLD
@@ -384,6 +386,30 @@ def test_training_with_compiled_losses(rng_of_rank):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize(
+    "spilled, way",
+    [
+        ({}, (4, "few")),
+        ({(4, "few"): 8}, (4, "traced")),
+        ({(4, "few"): 8, (4, "traced"): 16}, (2, "few")),
+        ({(4, "few"): 48, (4, "traced"): 40, (2, "few"): 16, (0, "few"): 8}, (0, "few")),
+        # Memory that no register replaces.
+        (dict.fromkeys([(4, "few"), (4, "traced"), (2, "few"), (0, "few")], 40), (4, "few")),
+    ],
+)
+def test_kernels_that_spill_are_compiled_once_more(spilled, way):
+    class Spilling:
+        def compiled(self, text, name, options):
+            (line,) = [line for line in text.splitlines() if f" {name}(" in line]
+            blocks = int(line.partition("BOUNDED(")[2][:1] or 0)
+            made = blocks, text.partition(line)[2].partition("order: ")[2].partition(";")[0]
+            is_other = text.partition(line)[2].startswith("\nother")
+            return SimpleNamespace(local_bytes=0 if is_other else spilled.get(made, 0), way=made)
+
+    kernels = [LoopKernel(f"{head} order: few;", 1, f"{head} order: traced;") for head in ("", "other")]
+    assert [kernel.way for kernel in compiled([kernels[1], kernels[0], kernels[0]], Spilling())] == [(4, "few"), way, way]
+
+
 def test_halos_without_messages_are_filled_by_kernels(rng, launcher):
     domain = Domain((6, 5), halo=1, periodic=(True, False))
     x = rng.normal(size=(6, 5))
