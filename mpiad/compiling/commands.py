@@ -30,7 +30,6 @@ class Commands:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._held: list[Any] = []
-        self._sources: dict[Any, list[tuple[int, int]]] = {}  # by key: commands, and offsets of what they copy, in bytes
         self._compiled: Array | None = None
         self._block = (ctypes.c_int64 * (_AT + 1))()
 
@@ -48,12 +47,6 @@ class Commands:
         """Append out[...] = x, for arrays of one shape and dtype that are the same or don't overlap."""
         if out.nbytes and address_of(out) != address_of(x):
             self._append(_COPY, self._address(out), self._address(x), out.nbytes)
-
-    def copy_entries(self, out: Array, key: Any, offset: int) -> None:
-        """Append a copy of what is `offset` bytes behind the beginning of an array that `read_from` provides."""
-        if out.nbytes:
-            self._sources.setdefault(key, []).append((len(self), offset))
-            self._append(_COPY, self._address(out), 0, out.nbytes)
 
     def add(self, out: Array, x: Array) -> None:
         """Append out += x, for arrays of one shape and dtype that don't overlap."""
@@ -74,13 +67,6 @@ class Commands:
     def call(self, function: int, block: int, error: int) -> None:
         """Append a call of a linked kernel: the commands stop here if it stores another number than 0 at `error`."""
         self._append(_CALL, function, block, error)
-
-    def read_from(self, key: Any, x: Array) -> None:
-        """Let the copies of `key` read from an array, which the caller keeps alive."""
-        rows, found = self._finished, self._sources.get(key)
-        if found:
-            places, offsets = np.array(found).T
-            rows[places, 2] = address_of(x) + offsets
 
     @property
     def _finished(self) -> Array:

@@ -205,6 +205,10 @@ class KernelBlocks:
         for place in self._places.get(b, ()):
             self.words[place] = address
 
+    def addresses_of(self, b: int) -> list[int]:
+        """Return the addresses of the words with the address of a buffer."""
+        return [self.address_of(place) for place in self._places.get(b, ())]
+
     def assignment(self, b: int, address: str) -> str:
         """Return the statement of a replay that stores the address of a buffer in the blocks; in it, `words` is named t."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))

@@ -1,14 +1,17 @@
 """Repeated calls of compiled functions in the order of a checkpoint schedule, forwards and backwards, run by commands.
 
-A small step takes less time than Python takes to call it. So all calls between two calls of Python, the copies of states
-that are stored and restored, and the sums of cotangents are one list of commands (see `mpiad.compiling.commands`), which is
-made once for a loop, and runs in each gradient.
+A small step takes less time than Python takes to call it, and after a large step Python's objects aren't in the caches any
+more. So all calls between two calls of Python, and the sums of cotangents, are one list of commands (see
+`mpiad.compiling.commands`), which is made once for a loop, and runs in each gradient. States aren't copied: before each
+call, commands store the addresses at which it reads and writes them. A stored state is memory that no call overwrites.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import count as counter
 from pathlib import Path
@@ -25,7 +28,7 @@ from mpiad.programs.memory_plan import SMALL
 from mpiad.programs.number_conditions import admits_all
 from mpiad.programs.program_cache import Entry, count
 from mpiad.programs.repeated_calls import RepeatedProgram
-from mpiad.programs.replay import Replay, Replays
+from mpiad.programs.replay import Replays
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Used, is_watched
@@ -34,15 +37,18 @@ from mpiad.transport.core.tracing import note_channels
 
 # The maximum number of bytes that a loop keeps between gradients, in stored states and arguments. The Python code between
 # the calls takes little of the time of larger steps.
-_MOST = 1 << 23
+_MOST = 1 << 26
 _MOST_COMMANDS = 1 << 16  # which are made in some tenths of a second
 # Commands return to Python after about so many seconds, so that interrupts arrive.
 _UNINTERRUPTED = 1e-3
 _FIRST = 2  # the number of gradients before the commands are made, which takes as long as some gradients
 # The number of schedules of a loop that are known, and the bytes of those with commands. A schedule that no gradient has
 # used for some time gives way to others.
-_KNOWN, _BYTES, _LONG = 64, 4 * _MOST, 256
+_KNOWN, _BYTES, _LONG = 64, 2 * _MOST, 256
+# Of a large array of a state, one of so many parts is compared after each recorded segment, with at least so many entries.
+_PARTS, _ENTRIES = 16, 1 << 12
 _requests = counter()
+_ZERO, _NO_LIMIT = np.zeros(1, np.int64), 1 << 62
 # Returns the program for some steps from a first one, None if it isn't known: ``find(first, steps, with_reverse_pass)``.
 Find: TypeAlias = Callable[[int, int, bool], "RepeatedProgram | None"]
 # A step, the values of all leaves, those of the forward run, and whether they are observed.
@@ -74,12 +80,19 @@ class ScheduledCalls:
         self._replays: dict[tuple[RepeatedProgram, int], FixedReplay] = {}
         self._calls: dict[int, FixedReplay] = {}  # by command
         self._compared: dict[int, Compared] = {}  # by command
+        # States, as lists of arrays: unused ones, the stored ones by step, those that recorded steps read, the last one.
+        self._free: list[list[Array]] = []
         self._stored: dict[int, list[Array]] = {}
-        self._free: list[list[Array]] = []  # memory for states
+        self._read: list[list[Array]] = []
+        self._last: list[Array] | None = None
         self._middle = 0  # the first command of the reverse pass
-        self._together = 8  # the number of commands between two calls of Python
+        self._reversed = 0  # the number of reversed segments
+        self._ends: list[int] = []  # the numbers of commands after each call of a program
+        self._together = 1  # the number of calls between two calls of Python
         self._communications = {False: 0, True: 0}  # those of the reverse pass at True
-        self._entries: dict[int, Array] = {}  # arguments with an entry per step, in the current gradient, by place
+        # Arguments with an entry per step, in the current gradient, and their addresses, by place.
+        self._entries: dict[int, Array] = {}
+        self._addresses = {k: np.zeros(1, np.int64) for k in some.layout.entries}
         self._shared: dict[int, Array] = {}  # arguments that all calls read, by place
         self._starts: dict[Any, set[int]] = {}  # the first steps of the calls of programs with a test, by the test
         self._entries_of_programs = set[Entry]()
@@ -88,17 +101,24 @@ class ScheduledCalls:
         schedule = some.entry.replays.schedule
         results = [[schedule.buffers[b] for b in part] for part in schedule.outputs_of_parts()]
         first, later = [[np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in part] for part in results]
+        self._like = first[: some.states]
+        # The first state and its successors; the cotangents of the state after some steps, and memory for those before.
+        self._first, self._seeds, self._seeds_before = [self._new(self._like) for _ in range(3)]
+        self._state, self._last_seeds = self._first, self._seeds
+        self._samples = self._new([x.reshape(-1)[: _length_of_part(x)] for x in self._like])
         observed = [np.broadcast_to(x[:1], (steps, *x.shape[1:])) for x in first[some.states :]]
-        self._state, self._seeds, self._after = [self._new(first[: some.states]) for _ in range(3)]
         self._observed, self._observed_seeds = self._new(observed), self._new(observed)
         others = zip(later[: some.place] + later[some.place + some.states :], some.is_entry)
         self._sums = self._new([np.broadcast_to(x[:1], (steps, *x.shape[1:])) if entry else x for x, entry in others])
 
     def _new(self, like: Sequence[Any]) -> list[Array]:
-        self.bytes += sum(x.nbytes for x in like)
+        self._count(like)
+        return [np.zeros(x.shape, x.dtype) for x in like]
+
+    def _count(self, arrays: Iterable[Any]) -> None:
+        self.bytes += sum(x.nbytes for x in arrays)
         if self.bytes > _MOST:
             raise Unsuitable
-        return [np.zeros(x.shape, x.dtype) for x in like]
 
     def _replay(self, program: RepeatedProgram, place: int) -> FixedReplay:
         """Return the replay for a forward call (-1) of a program, or for a call at a place in a reversed block."""
@@ -109,12 +129,13 @@ class ScheduledCalls:
             self.communicates |= entry.communicates
             if entry.replays.scratch.size > self._scratch.size:
                 self._scratch = self._new([np.broadcast_to(np.uint8(0), entry.replays.scratch.size)])[0]
-            states = program.layout.state if place < 0 else range(program.leaves, program.leaves + program.states)
-            known = dict(zip(states, self._state if place < 0 else self._seeds))
+            seeds = range(program.leaves, program.leaves + program.states)
             shared = {*range(1, program.leaves)} - {*program.layout.state, *program.layout.entries}
-            made = FixedReplay(program.entry.replays, {**self._shared, **known}, self._scratch, shared)
+            varying = {*program.layout.state, *program.layout.entries, *seeds}
+            states = [range(program.states), range(program.place, program.place + program.states)]
+            made = FixedReplay(program.entry.replays, self._shared, self._scratch, shared, varying, states)
             self._shared |= {k: x for k, x in made.arguments.items() if k in shared}
-            self._new([*made.arguments.values(), *made.results[0]])  # counts their bytes
+            self._count([*made.arguments.values(), *made.arrays])
             self._replays[key] = made
         return self._replays[key]
 
@@ -124,14 +145,21 @@ class ScheduledCalls:
 
     def keep(self, number: int) -> None:
         """Store the state before a step."""
-        self._stored[number] = self._free.pop() if self._free else self._new(self._state)
-        self._copy(self._stored[number], self._state)
+        self._stored[number] = self._state
 
     def restore(self, number: int, last: bool) -> None:
         """Restore the state before a step; `last`: whether it isn't needed any more."""
-        self._copy(self._state, self._stored[number])
-        if last:
-            self._free.append(self._stored.pop(number))
+        self._continue_from(self._stored.pop(number) if last else self._stored[number])
+
+    def _continue_from(self, state: list[Array]) -> None:
+        """Make a state the current one; calls may overwrite the one before unless it is needed again."""
+        before, self._state = self._state, state
+        self._release(before)
+
+    def _release(self, state: list[Array]) -> None:
+        needed = [self._state, self._last, *self._read, *self._stored.values(), *self._free]
+        if all(state is not other for other in needed):
+            self._free.append(state)
 
     def advance(self, first: int, stop: int) -> None:
         """Run the steps first, ..., stop - 1."""
@@ -144,22 +172,43 @@ class ScheduledCalls:
         The last steps of the loop run twice, too: the forward run ends before they are recorded. All ways of running a loop
         make the same communications in the same order, since other ranks may not have commands.
         """
+        expected = self._samples
         if not self._middle:
             self.keep(first)
             self.advance(first, stop)
-            self._copy(self._after, self._state)
+            self._last = self._results = expected = self._state
             self._middle = len(self._commands)
             self.restore(first, last=True)
-        blocks = [
-            (self._replay(program, place), program, start)
-            for place, (start, program) in enumerate(self._blocks(first, stop, is_recorded=True))
-        ]
-        for replay, program, start in blocks:
+        blocks, before = [], self._state
+        for place, (start, program) in enumerate(self._blocks(first, stop, is_recorded=True)):
+            replay = self._replay(program, place)
+            blocks.append((replay, program, start))
+            self._read.append(self._state)
             self._append_run(replay, program, start, observes=True)
-        self._compare(stop - 1, False, self._state, self._after)
-        self._copy(self._after, [blocks[0][0].arguments[k] for k in self._program.layout.state])
+        values = self._state
+        if expected is self._samples:
+            values = self._parts(self._state)
+            expected = [y[: x.size] for x, y in zip(values, expected)]
+        self._compare(stop - 1, False, values, expected)
+        last, self._last, self._reversed = self._last, None, self._reversed + 1
+        if last is not None:
+            self._release(last)
+        parts = self._parts(before)
+        self._copy([y[: x.size] for x, y in zip(parts, self._samples)], parts)
         for replay, program, start in reversed(blocks):
             self._append_adjoint(replay, program, start)
+        read, self._read = self._read, []
+        for state in read:
+            self._release(state)
+
+    def _parts(self, state: list[Array]) -> list[Array]:
+        """Return the part of each array that is compared next: another one after each segment."""
+        parts = []
+        for x in state:
+            n = _length_of_part(x)
+            start = self._reversed % max(-(-x.size // n), 1) * n
+            parts.append(x.reshape(-1)[start : start + n])
+        return parts
 
     def _blocks(self, first: int, stop: int, is_recorded: bool) -> Iterator[tuple[int, RepeatedProgram]]:
         """Yield the first step and the program of each call."""
@@ -180,15 +229,18 @@ class ScheduledCalls:
             self._commands.copy(x, y)
 
     def _append_run(self, replay: FixedReplay, program: RepeatedProgram, start: int, observes: bool) -> None:
-        commands, arguments, layout = self._commands, replay.arguments, program.layout
-        self._copy([arguments.setdefault(k, np.zeros_like(x)) for k, x in zip(layout.state, self._state)], self._state)
+        commands, layout = self._commands, program.layout
+        made = self._free.pop() if self._free else self._new(self._like)
+        for k, x in zip(layout.state, self._state):
+            replay.read(commands, k, x)
         for k in layout.entries:
-            if k in arguments:
-                commands.copy_entries(arguments[k], k, start * arguments[k][0].nbytes)
+            replay.read_entries(commands, k, self._addresses[k], start)
+        copies = replay.write(commands, 0, range(program.states), made)
         self._append_call(replay, program, 0, start)
+        self._copy(*copies)
         if observes:
             self._observe(replay.results[0][program.states :], start)
-        self._copy(self._state, replay.results[0][: program.states])
+        self._continue_from(made)
 
     def _append_call(self, replay: FixedReplay, program: RepeatedProgram, part: int, start: int) -> None:
         before, is_later = len(self._commands), self._middle > 0
@@ -197,6 +249,7 @@ class ScheduledCalls:
         if program.entry.admits is not None:
             self._starts.setdefault(program.entry.admits, set()).add(start)
         self._communications[is_later] += program.entry.communications
+        self._ends.append(len(self._commands))
         if len(self._commands) > _MOST_COMMANDS:
             raise Unsuitable
 
@@ -216,16 +269,20 @@ class ScheduledCalls:
 
     def _append_adjoint(self, replay: FixedReplay, program: RepeatedProgram, start: int) -> None:
         rows, made, end = slice(start, start + program.steps), replay.results[1], program.place + program.states
+        for k, x in enumerate(self._last_seeds, program.leaves):
+            replay.read(self._commands, k, x)
         for k, x in enumerate(self._observed_seeds, program.leaves + program.states):
             if k in replay.arguments:
                 self._commands.copy(replay.arguments[k], x[rows])
+        copies = replay.write(self._commands, 1, range(program.place, end), self._seeds_before)
         self._append_call(replay, program, 1, start)
+        self._copy(*copies)
         for total, g, is_entry in zip(self._sums, made[: program.place] + made[end:], program.is_entry):
             if is_entry:
                 self._commands.copy(total[rows], g)
             else:
                 self._commands.add(total, g)
-        self._copy(self._seeds, made[program.place : end])
+        self._last_seeds, self._seeds_before = self._seeds_before, self._last_seeds
 
     def admits(self, leaves: Sequence[Any]) -> bool:
         """Return whether the programs can compute with these arguments, and with the number of each step."""
@@ -241,13 +298,13 @@ class ScheduledCalls:
             x[...] = leaves[k]
         for replay in self._replays.values():
             replay.compute_once()
-        for k, x in zip(self._program.layout.state, self._state):
+        for k, x in zip(self._program.layout.state, self._first):
             x[...] = leaves[k]
-        for k in self._program.layout.entries:
+        for k, address in self._addresses.items():
             self._entries[k] = x = np.require(leaves[k], None, ["C", "A"])
-            self._commands.read_from(k, x)
+            address[0] = address_of(x)
         self._run(0, self._middle, self._counts, lambda *_: None)
-        return [x.copy()[()] for x in (*self._state, *self._observed)]
+        return [x.copy()[()] for x in (*self._results, *self._observed)]
 
     def backward(self, gs: Sequence[Array], differs: Callable[..., object]) -> list[Array]:
         """Return the cotangents of the variables, the state first, given those of the results of `forward`.
@@ -260,7 +317,7 @@ class ScheduledCalls:
             x[...] = 0
         self._run(self._middle, len(self._commands), self._later_counts, differs)
         self._entries.clear()
-        return [x.copy()[()] for x in (*self._seeds, *self._sums)]
+        return [x.copy()[()] for x in (*self._last_seeds, *self._sums)]
 
     def _run(self, start: int, stop: int, counts: MessageCounts, differs: Callable[..., object]) -> None:
         for replay in self._replays.values():
@@ -269,7 +326,8 @@ class ScheduledCalls:
         counts.begin()
         count(self._communications[start > 0])
         while start < stop:
-            end, began = min(start + self._together, stop), time.perf_counter()
+            calls = bisect_right(self._ends, start) + self._together
+            end, began = min([*self._ends[calls - 1 : calls], stop]), time.perf_counter()
             at = start = self._commands.run(start, end)
             seconds = time.perf_counter() - began
             if seconds > 2 * _UNINTERRUPTED:
@@ -281,6 +339,11 @@ class ScheduledCalls:
                     self._calls[at].fail()
                 differs(*self._compared[at])
                 start += 1
+
+
+def _length_of_part(x: Array) -> int:
+    """Return the number of entries in a part of an array that is compared."""
+    return max(-(-x.size // _PARTS), _ENTRIES)
 
 
 def scheduled(
@@ -367,11 +430,19 @@ class FixedReplay:
         Memory that replays may use one after another.
     shared : set of int
         The places of the arguments that are the same in all calls of a loop.
+    varying : set of int
+        The places of the arguments that calls read at other addresses each, see `read`.
+    states : list of range
+        The places of the results that calls write at other addresses each, if possible, in each part; see `write`.
     """
 
-    def __init__(self, replays: Replays, arguments: Mapping[int, Array], scratch: Array, shared: Set[int]):
-        self._replay = replay = Replay(replays, prepared=True)
+    def __init__(
+        self, replays: Replays, arguments: Mapping[int, Array], scratch: Array, shared: Set[int], varying: Set[int],
+        states: Sequence[range],
+    ):  # fmt: skip
+        self._replay = replay = replays.take()
         if not replay.is_linked or replays.schedule.program.kept:
+            replays.give_back(replay)
             raise Unsuitable
         self._once = self._calls_of_shared(shared)
         self.arguments = dict(arguments)
@@ -381,27 +452,83 @@ class FixedReplay:
         buffers, names = replays.schedule.buffers, replay.names
         if replays.scratch.size:
             names["take"](scratch)
-        texts = [[replay.place_of(b) for b in part] for part in replays.schedule.outputs_of_parts()]
+        outputs = replays.schedule.outputs_of_parts()
+        roots = Counter(root_of(buffers, b) for b in replays.schedule.outputs)
+        # The buffers at other addresses in each call: of arguments, and of results by part and place. What they are.
+        self._inputs: dict[int, int] = {}
+        self._outputs = {
+            (part, k): outputs[part][k]
+            for part, places in enumerate(states[: len(outputs)])
+            for k in places
+            if buffers[outputs[part][k]].kind == "output" and roots[outputs[part][k]] == 1
+        }
+        self._bound: dict[int, tuple[int, int]] = {}
         self._places = places = {**names}
+        self.arrays: list[Array] = []  # the results at fixed addresses
         for b in {root_of(buffers, b) for b in (*replays.uses, *replays.schedule.outputs)}:
             found = buffers[b]
-            if found.kind not in ("input", "output"):
+            if found.kind not in ("input", "output") or b in self._outputs.values():
+                continue
+            if found.kind == "input" and found.data in varying:
+                self._inputs[found.data] = b
                 continue
             array = np.zeros(found.shape, found.dtype)
             if found.kind == "input":
                 array = self.arguments.setdefault(found.data, array)
+            else:
+                self.arrays.append(array)
             if (array.shape, array.dtype) != (found.shape, found.dtype):
                 raise Unsuitable
             replay.blocks.bind(b, address_of(array))
             places[replay.name_of(b)] = array
         try:
-            self.results = [[eval(text, places) for text in part] for part in texts]
-        except NameError:  # the result of a call of Python
+            self.results = [
+                [None if (part, k) in self._outputs else eval(replay.place_of(b), places) for k, b in enumerate(of_part)]
+                for part, of_part in enumerate(outputs)
+            ]
+        except NameError:  # the result of a call of Python, or an argument
             raise Unsuitable from None
-        if not all(type(x) is np.ndarray and x.flags.c_contiguous for part in self.results for x in part):
+        fixed = [x for part in self.results for x in part if x is not None]
+        if not all(type(x) is np.ndarray and x.flags.c_contiguous for x in fixed):
             raise Unsuitable
         if any(buffers[root_of(buffers, b)].kind == "input" for b in replays.schedule.outputs):  # changed by the next call
             raise Unsuitable
+
+    def read(self, commands: Commands, place: int, x: Array) -> None:
+        """Append commands with which the next calls read a varying argument from an array, which stays alive."""
+        if place in self._inputs:
+            self._bind(commands, self._inputs[place], _ZERO, x)
+
+    def read_entries(self, commands: Commands, place: int, address: Array, start: int) -> None:
+        """Append commands with which the next call reads the entries from `start` on of an array at a later address."""
+        if place in self._inputs:
+            found = self._replay.schedule.buffers[self._inputs[place]]
+            self._bind(commands, self._inputs[place], address, start * (found.nbytes // found.shape[0]))
+
+    def write(
+        self, commands: Commands, part: int, places: Iterable[int], arrays: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Append commands with which the next call writes results into arrays; return what must be copied after it."""
+        out, made = [], []
+        for k, x in zip(places, arrays):
+            if (part, k) in self._outputs:
+                self._bind(commands, self._outputs[part, k], _ZERO, x)
+            else:
+                out.append(x)
+                made.append(self.results[part][k])
+        return out, made
+
+    def _bind(self, commands: Commands, b: int, base: Array, offset: int | Array) -> None:
+        """Append the storing of a buffer's address: `offset`, an array or a number of bytes, added to base[0]."""
+        found = self._replay.schedule.buffers[b]
+        if isinstance(offset, np.ndarray):
+            if (offset.shape, offset.dtype) != (found.shape, found.dtype):  # of programs for other numbers
+                raise Unsuitable
+            offset = address_of(offset)
+        if self._bound.get(b) != (id(base), offset):
+            self._bound[b] = id(base), offset
+            for word in self._replay.blocks.addresses_of(b):
+                commands.number(word, base, offset, _NO_LIMIT)
 
     def _calls_of_shared(self, shared: Set[int]) -> dict[int, CodeType]:
         """Return the calls of Python that depend on `shared` arguments, by step, as code that runs once in each gradient.

@@ -725,7 +725,11 @@ class Comparison:
 
     def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
         """Compare the state after step `number`, or the values observed after it, with checksums."""
-        part = self.part(number, observed)
+        self._add(number, leaves, expected, observed, self.part(number, observed))
+
+    def _add(
+        self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool, part: int | None
+    ) -> None:
         pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
         if all(same_bits(np.asarray(a) if arrays_of(a) is None else a, b) for a, b in pairs):
             return
@@ -737,8 +741,8 @@ class Comparison:
                 self._sizes += np.max(np.abs(a - b)), np.max(np.abs(b))
 
     def add_values(self, number: int, leaves: Sequence[Array], others: Sequence[Array], observed: bool) -> None:
-        """Compare the state after step `number`, or the values observed after it, with those of the forward run."""
-        self.add(number, leaves, [checksum(leaf, self.part(number, observed)) for leaf in others], observed)
+        """Compare parts of the state after step `number`, or of the values observed after it, with those before."""
+        self._add(number, leaves, list(map(checksum, others)), observed, None)
 
     def part(self, number: int, observed: bool = False) -> int | None:
         """Return the step that determines which entries are compared; None if all are."""

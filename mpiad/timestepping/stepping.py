@@ -158,7 +158,11 @@ class UserStepping:
     def is_pure(self) -> bool:
         """Whether steps are known to leave their arguments unchanged and to return new arrays, as compiled functions do."""
         form, observe = self._form, self._form if self._observe is None else self._observe_form
-        return form is not None and observe is not None and form.jitted.is_compiled and observe.jitted.is_compiled
+        if form is None or observe is None or not form.jitted.is_compiled or observe.jitted.refused:
+            return False
+        # Programs of several steps contain the observation, which may never be called alone.
+        programs = self._programs.values() if self._contained is self._observe_form else ()
+        return observe.jitted.is_compiled or any(program.is_compiled for program in programs)
 
     @property
     def steps_per_program(self) -> int:

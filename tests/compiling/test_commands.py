@@ -31,20 +31,6 @@ def _three(shape, dtype):
     return [np.array(x, dtype) for x in made]
 
 
-def test_entries_of_arrays_that_are_named_later():
-    """Each run reads from the array of that run; commands of other names are left alone."""
-    out, other, commands = np.zeros(3), np.zeros(2), Commands()
-    commands.copy_entries(out, "forces", 3 * 8)
-    commands.copy_entries(other, "sources", 8)
-    for _ in range(2):
-        forces, sources = rng.standard_normal((4, 3)), rng.standard_normal(5)
-        commands.read_from("forces", forces)
-        commands.read_from("sources", sources)
-        commands.run(0, len(commands))
-        np.testing.assert_array_equal(out, forces[1])
-        np.testing.assert_array_equal(other, sources[1:3])
-
-
 def test_numbers():
     """Tags of messages are counts modulo the number of tags."""
     base, made, commands = np.array([2**40]), np.zeros(1, np.int64), Commands()
