@@ -11,7 +11,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad import extend
 from mpiad.programs.replay import Replays
-from mpiad.timestepping import scan
+from mpiad.timestepping import scan, snapshots, stepping
 
 COMM = MPI.COMM_WORLD
 AFTER, BEFORE = (COMM.rank + 1) % COMM.size, (COMM.rank - 1) % COMM.size
@@ -264,3 +264,26 @@ def test_programs_have_a_multiple_of_the_period_of_the_branches(period, programs
     lengths = {key[2] for key in advance._derived if type(key) is tuple}
     assert all(length % period == 0 for length in lengths - {1})
     assert len(programs) <= 1 + 2  # the remaining steps have one program per branch
+
+
+@pytest.mark.serial
+def test_states_are_not_copied_if_programs_contain_the_observation(monkeypatch):
+    """The observation is never compiled alone; only the first state is copied, which is the caller's array."""
+    copies, copy_of = [], stepping.copy_of
+    for module in (stepping, snapshots, sys.modules["mpiad.timestepping.scan"]):
+        monkeypatch.setattr(module, "copy_of", lambda leaf: copies.append(np.shape(leaf)) or copy_of(leaf))
+    advance, start = mpiad.jit(lambda u, k, c: u + c * anp.sin(u)), np.linspace(0.0, 1.0, 3000)
+
+    def loss(c):
+        last, seen = scan(advance, start, 12, c, observe=lambda u, k, c: u[0] + u[-1], checkpoints=3)
+        return anp.sum(last**2) + anp.sum(seen)
+
+    u, expected = start + 0j, 0.0
+    for _ in range(12):
+        u = u + (0.1 + 1e-30j) * np.sin(u)
+        expected = expected + u[0] + u[-1]
+    expected = (expected + np.sum(u**2)).imag / 1e-30
+    for _ in range(2):
+        copies.clear()
+        np.testing.assert_allclose(mpiad.grad(loss)(0.1), expected, rtol=1e-12)
+    assert copies == [start.shape]

@@ -1,5 +1,7 @@
 """Gradients of loops with checkpoints that machine code runs, beside the same loop in plain NumPy by complex steps."""
 
+from itertools import takewhile
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.programs import scheduled_calls
 from mpiad.timestepping import CheckpointSchedule, scan
+from mpiad.timestepping.checkpoints import Keep, Reverse, actions
 from mpiad.transport.core.channels import is_watched
 
 pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
@@ -296,6 +299,98 @@ def test_states_whose_parts_change_places(checkpoints, by_commands):
         of_part = sum(np.sum((i + 1) * x**2) for i, x in enumerate((*last, *seen)))
         np.testing.assert_allclose(np.sum(slope * part), 2 * of_part, rtol=1e-13)
     assert len(by_commands) >= 2 * HAS_COMMANDS
+
+
+LARGE = 40_000  # entries of a state, of which a part is compared after each segment
+
+
+def large_step(state, k, force, rates):
+    """Two fields of which one is stored in the other's place, a force per entry, and messages of single entries."""
+    u, v = state
+    before, after = from_neighbours(u)
+    p = anp.concatenate([before, u, after])
+    v = v + rates[0] * (p[2:] + p[:-2] - 2 * u) + force
+    return u + rates[1] * anp.sin(v), v
+
+
+def large_whole(start, forces, rates):
+    """The loss of all ranks in one process, also of complex numbers."""
+    u, v, total = start, 0.5 * start, 0.0
+    for force in forces:
+        v = v + rates[0] * (np.roll(u, 1) + np.roll(u, -1) - 2 * u) + force
+        u = u + rates[1] * np.sin(v)
+        total = total + np.sum(u[::LARGE] * v[1::LARGE])
+    return total + np.sum(u**2 * v)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("steps", [1, 4, 11, 30])
+@pytest.mark.parametrize("checkpoints", [1, 4, CheckpointSchedule(2, recorded=5)], ids=str)
+def test_states_that_calls_read_and_write_in_place(checkpoints, steps, by_commands):
+    """Large states, inputs and parameters, in segments of several lengths, with directional derivatives of each."""
+    generator = np.random.default_rng(9)
+    start, forces = 0.1 * generator.standard_normal(SIZE * LARGE), 0.1 * generator.standard_normal((steps, SIZE * LARGE))
+    rates, mine = np.array([0.2, 0.3]), slice(RANK * LARGE, (RANK + 1) * LARGE)
+
+    def loss(x):
+        u, forces, rates = x
+        observe = lambda state, k, rates: state[0][0] * state[1][1]  # noqa: E731
+        (u, v), seen = scan(advance, (u, 0.5 * u), steps, rates, inputs=forces, observe=observe, checkpoints=checkpoints)
+        return anp.sum(seen) + anp.sum(u**2 * v)
+
+    advance = mpiad.jit(large_step, strict=True)
+    gradient = mpiad.value_and_grad(loss, objective="sum")
+    for factor in (1.0, 0.9, 1.1, 0.8):
+        x = [factor * part for part in (start, forces, rates)]
+        value, found = gradient((x[0][mine], x[1][:, mine], x[2]))
+        np.testing.assert_allclose(value, large_whole(*x), rtol=1e-11)
+    for k, along in enumerate([np.cos(start), np.sin(forces), np.array([1.0, -2.0])]):
+        moved = [part + 1e-30j * along if i == k else part for i, part in enumerate(x)]
+        cut = along[mine] if k == 0 else along[:, mine] if k == 1 else along
+        product = COMM.allreduce(np.sum(found[k] * cut))
+        np.testing.assert_allclose(product, large_whole(*moved).imag / 1e-30, rtol=1e-10)
+    assert len(by_commands) >= 1 * HAS_COMMANDS
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("most, has_commands", [(None, HAS_COMMANDS), (1 << 20, False)])
+def test_large_loops_keep_no_memory_between_gradients(most, has_commands, by_commands, monkeypatch):
+    """Python runs the calls of loops that would have to keep more than a maximum."""
+    if most is not None:
+        monkeypatch.setattr(scheduled_calls, "_MOST", most)
+    step, start = mpiad.jit(lambda u, k: 0.999 * u, strict=True), np.ones(LARGE)
+    gradient = mpiad.value_and_grad(lambda u: anp.sum(scan(step, u, 21, checkpoints=2) ** 2))
+    for _ in range(4):
+        value, slope = gradient(start)
+    np.testing.assert_allclose(value, 0.999**42 * LARGE, rtol=1e-12)
+    np.testing.assert_allclose(slope, 2 * 0.999**42 * start, rtol=1e-12)
+    assert bool(by_commands) == has_commands
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not HAS_COMMANDS, reason="watched")
+def test_changed_inputs_are_reported_by_each_part_of_a_state(by_commands):
+    """The forces of the step before a stored state change between the forward run and the reverse pass."""
+    steps, schedule = 12, CheckpointSchedule(2, recorded=2)
+    forward = takewhile(lambda action: not isinstance(action, Reverse), actions(steps, schedule))
+    stored = {action.number for action in forward if isinstance(action, Keep)} - {0}
+    forces = np.zeros((steps, LARGE))
+    step = mpiad.jit(lambda u, k, force: u + 0.1 * anp.sin(u) + force, strict=True)
+
+    def loss(u, change):
+        u = scan(step, u, steps, inputs=forces, checkpoints=schedule)
+        if change is not None:
+            forces[change] += 1e-3
+        return anp.sum(u**2)
+
+    start = np.linspace(0.0, 1.0, LARGE)
+    for _ in range(4):
+        mpiad.grad(loss)(start, None)
+    for number in stored:
+        forces[...] = 0.0
+        with pytest.raises(RuntimeError, match=f"the state after step {number - 1} changed by"):
+            mpiad.grad(loss)(start, number - 1)
+    assert stored and len(by_commands) == 1 + len(stored)
 
 
 def hashed(u, k):
