@@ -28,7 +28,6 @@ from mpiad.programs.memory_plan import SMALL
 from mpiad.programs.number_conditions import admits_all
 from mpiad.programs.program_cache import Entry, count
 from mpiad.programs.repeated_calls import RepeatedProgram
-from mpiad.programs.replay import Replays
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Used, is_watched
@@ -80,6 +79,7 @@ class ScheduledCalls:
         self._replays: dict[tuple[RepeatedProgram, int], FixedReplay] = {}
         self._calls: dict[int, FixedReplay] = {}  # by command
         self._compared: dict[int, Compared] = {}  # by command
+        self._arrays: list[Array] = []
         # States, as lists of arrays: unused ones, the stored ones by step, those that recorded steps read, the last one.
         self._free: list[list[Array]] = []
         self._stored: dict[int, list[Array]] = {}
@@ -105,6 +105,7 @@ class ScheduledCalls:
         # The first state and its successors; the cotangents of the state after some steps, and memory for those before.
         self._first, self._seeds, self._seeds_before = [self._new(self._like) for _ in range(3)]
         self._state, self._last_seeds = self._first, self._seeds
+        self._results = self._first  # the last state of the forward run
         self._samples = self._new([x.reshape(-1)[: _length_of_part(x)] for x in self._like])
         observed = [np.broadcast_to(x[:1], (steps, *x.shape[1:])) for x in first[some.states :]]
         self._observed, self._observed_seeds = self._new(observed), self._new(observed)
@@ -112,8 +113,11 @@ class ScheduledCalls:
         self._sums = self._new([np.broadcast_to(x[:1], (steps, *x.shape[1:])) if entry else x for x, entry in others])
 
     def _new(self, like: Sequence[Any]) -> list[Array]:
+        """Return new arrays, which stay alive as long as the commands that contain their addresses."""
         self._count(like)
-        return [np.zeros(x.shape, x.dtype) for x in like]
+        made = [np.zeros(x.shape, x.dtype) for x in like]
+        self._arrays += made
+        return made
 
     def _count(self, arrays: Iterable[Any]) -> None:
         self.bytes += sum(x.nbytes for x in arrays)
@@ -129,12 +133,8 @@ class ScheduledCalls:
             self.communicates |= entry.communicates
             if entry.replays.scratch.size > self._scratch.size:
                 self._scratch = self._new([np.broadcast_to(np.uint8(0), entry.replays.scratch.size)])[0]
-            seeds = range(program.leaves, program.leaves + program.states)
-            shared = {*range(1, program.leaves)} - {*program.layout.state, *program.layout.entries}
-            varying = {*program.layout.state, *program.layout.entries, *seeds}
-            states = [range(program.states), range(program.place, program.place + program.states)]
-            made = FixedReplay(program.entry.replays, self._shared, self._scratch, shared, varying, states)
-            self._shared |= {k: x for k, x in made.arguments.items() if k in shared}
+            made = FixedReplay(program, self._shared, self._scratch)
+            self._shared |= {k: x for k, x in made.arguments.items() if k in made.shared}
             self._count([*made.arguments.values(), *made.arrays])
             self._replays[key] = made
         return self._replays[key]
@@ -326,8 +326,8 @@ class ScheduledCalls:
         counts.begin()
         count(self._communications[start > 0])
         while start < stop:
-            calls = bisect_right(self._ends, start) + self._together
-            end, began = min([*self._ends[calls - 1 : calls], stop]), time.perf_counter()
+            number = bisect_right(self._ends, start) + self._together
+            end, began = min([*self._ends[number - 1 : number], stop]), time.perf_counter()
             at = start = self._commands.run(start, end)
             seconds = time.perf_counter() - began
             if seconds > 2 * _UNINTERRUPTED:
@@ -424,27 +424,27 @@ class FixedReplay:
 
     Parameters
     ----------
+    program : RepeatedProgram
+        Calls read its state, its entries and the cotangents of the state at other addresses each, and write the state and
+        its cotangents at other addresses each; see `read` and `write`.
     arguments : dict
-        The arrays that it reads, by place, of the arguments of all parts; it allocates the missing ones. They are added.
+        The arrays that it reads, by place, of the other arguments of all parts; it allocates the missing ones. They are
+        added.
     scratch : array
         Memory that replays may use one after another.
-    shared : set of int
-        The places of the arguments that are the same in all calls of a loop.
-    varying : set of int
-        The places of the arguments that calls read at other addresses each, see `read`.
-    states : list of range
-        The places of the results that calls write at other addresses each, if possible, in each part; see `write`.
     """
 
-    def __init__(
-        self, replays: Replays, arguments: Mapping[int, Array], scratch: Array, shared: Set[int], varying: Set[int],
-        states: Sequence[range],
-    ):  # fmt: skip
+    def __init__(self, program: RepeatedProgram, arguments: Mapping[int, Array], scratch: Array):
+        replays, layout, states = program.entry.replays, program.layout, program.states
         self._replay = replay = replays.take()
-        if not replay.is_linked or replays.schedule.program.kept:
+        # The places of the arguments that are the same in all calls of a loop, and of those that vary.
+        varying = {*layout.state, *layout.entries, *range(program.leaves, program.leaves + states)}
+        self.shared = {*range(1, program.leaves)} - varying
+        try:
+            self._once = self._calls_of_shared(self.shared)
+        except Unsuitable:
             replays.give_back(replay)
-            raise Unsuitable
-        self._once = self._calls_of_shared(shared)
+            raise
         self.arguments = dict(arguments)
         self._renewed: dict[Envelope, tuple[Array, int]] = {}  # see `MessageCounts.advance`
         self._channels = list(replay.blocks.channels().values())
@@ -454,15 +454,15 @@ class FixedReplay:
             names["take"](scratch)
         outputs = replays.schedule.outputs_of_parts()
         roots = Counter(root_of(buffers, b) for b in replays.schedule.outputs)
-        # The buffers at other addresses in each call: of arguments, and of results by part and place. What they are.
+        # The buffers at other addresses in each call: of arguments by place, and of results by part and place.
         self._inputs: dict[int, int] = {}
         self._outputs = {
             (part, k): outputs[part][k]
-            for part, places in enumerate(states[: len(outputs)])
-            for k in places
+            for part, first in zip(range(len(outputs)), (0, program.place))
+            for k in range(first, first + states)
             if buffers[outputs[part][k]].kind == "output" and roots[outputs[part][k]] == 1
         }
-        self._bound: dict[int, tuple[int, int]] = {}
+        self._bound: dict[int, tuple[int, int]] = {}  # the addresses that the last commands have stored
         self._places = places = {**names}
         self.arrays: list[Array] = []  # the results at fixed addresses
         for b in {root_of(buffers, b) for b in (*replays.uses, *replays.schedule.outputs)}:
@@ -535,6 +535,8 @@ class FixedReplay:
 
         Raise an exception unless the results of all others depend on the first argument, a number, alone.
         """
+        if not self._replay.is_linked or self._replay.schedule.program.kept:
+            raise Unsuitable
         schedule, once = self._replay.schedule, dict[int, CodeType]()
         buffers = schedule.buffers
         fixed = {b for b, found in enumerate(buffers) if found.kind == "constant"}
