@@ -109,6 +109,16 @@ def test_float32_is_measured_above_its_own_rounding(rng):
     assert check_grads(lambda x: mpiad.mpi_sum(anp.sum(x**3)), x, order=1, step=1.0)["rev 1"] > 1.8
 
 
+def test_rounding_of_large_terms_that_cancel_is_no_wrong_derivative(rng):
+    """A wrong derivative is caught nevertheless."""
+    loss = lambda x: mpiad.mpi_allreduce(anp.sum(anp.sin(x)) + 1e4) - 1e4 * mpiad.mpi_size()  # noqa: E731
+    for _ in range(6):
+        x = rng.standard_normal(3) + 2.0
+        assert check_grads(loss, x)["rev 2"] > 2.8
+        with pytest.raises(GradientError, match=r"shrinks at rate (1|0\.9)"):
+            check_grads(lambda x: loss(wrong_square(1.01)(x)), x, order=1)
+
+
 @pytest.mark.parametrize("wrong", [{"order": 3}, {"modes": ("reverse",)}, {"modes": ()}])
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match="order must be 1 or 2, and modes must contain 'rev', 'fwd' or both"):
