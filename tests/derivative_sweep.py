@@ -751,7 +751,8 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 
 - Pass traced arrays by position: `np.tile(x, 2)`, not `np.tile(A=x, reps=2)`.
 - `array`, `asarray`, `asanyarray`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`,
-  `select`, `choose`, `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error.
+  `select`, `choose`, `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error,
+  as does every operation of such an array with a traced array.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
   autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
   are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh`, `eig` and `svd` have no derivative if their

@@ -7,7 +7,7 @@ in a traced function, advice is appended to the exception's text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
@@ -34,11 +34,13 @@ _NO_DIAGONAL = (
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
+_NO_OBJECTS = (
+    "Write np.dot(a, x) instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of "
+    f"plain NumPy's, and pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
+)
 # The rest of a warning that begins with a line.
 NO_CONVERSION_BY_ENTRY = (
-    "makes an array of objects from the entries of a traced array, with which NumPy computes slowly. Write np.dot(a, x) "
-    "instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of plain NumPy's, and "
-    f"pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
+    f"makes an array of objects from the entries of a traced array, with which NumPy computes slowly. {_NO_OBJECTS}"
 )
 NO_COMPLEX_CONVERSION = (
     "Plain NumPy can't convert traced complex values: it would make an array of objects, and take the array itself as its "
@@ -215,6 +217,15 @@ def in_place_of_scipy(frames: Iterable[FrameType]) -> str:
             call = f"import autograd.numpy as np, and call {_IN_PLACE_OF_SCIPY[name]}"
             return f"SciPy's {name} doesn't accept traced values: {call}"
     return ""
+
+
+def objects_error(fun: Callable) -> TypeError:
+    """Return the error for an array of objects that holds traced values, whose derivatives would be lost."""
+    name = getattr(fun, "__name__", repr(fun)).removesuffix("_args")
+    return TypeError(
+        f"{name} got a traced array together with a list or an array of objects with traced values, whose "
+        f"derivatives would be lost. {_NO_OBJECTS}"
+    )
 
 
 def refuse_pickling(node: object, protocol: object) -> NoReturn:

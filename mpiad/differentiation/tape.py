@@ -27,7 +27,7 @@ from autograd.core import JVPNode, VJPNode, primitive_vjps
 from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.advice import explain, itself, refuse_pickling
+from mpiad.differentiation.advice import explain, itself, objects_error, refuse_pickling
 from mpiad.differentiation.in_place import Reads, as_it_is, is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
@@ -46,6 +46,7 @@ N = TypeVar("N", bound=VJPNode | JVPNode)
 T = TypeVar("T", bound="LibraryTape")
 Parents: TypeAlias = "Sequence[OrderedNode]"  # the nodes of traced inputs
 
+_OBJECTS = np.dtype(object)
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
@@ -63,6 +64,8 @@ class OrderedNode(VJPNode):
 
     def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
+        if holds_objects(value, tape.number):
+            raise objects_error(fun)
         if kwargs or len(args) > 2 or is_unusual(value, args):
             args = noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if len(parents) == 1:
@@ -118,6 +121,14 @@ def changeable(arrays: Sequence[np.ndarray]) -> Iterator[None]:
     finally:
         for tape, before in tapes:
             tape.changeable = before
+
+
+def holds_objects(value: Array, number: int) -> bool:
+    """Return whether a result contains traced values of this trace or a later one as objects."""
+    kind = type(value)
+    if kind is not np.ndarray:
+        return kind in _box_types and value._trace >= number
+    return value.dtype is _OBJECTS and any(type(entry) in _box_types for entry in value.flat)
 
 
 def copy_if_changeable(x: Array, arrays: Sequence[np.ndarray]) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from mpiad.differentiation.rules.protocol import (
     refuse_on_device,
 )
 from mpiad.transport.devices.device_arrays import is_device_array
+
+
+_KEEPING_SHAPE = {"dtype", "copy", "order"}  # the arguments of `array` that don't change the shape
 
 
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -56,9 +60,19 @@ def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs:
     return anp.concatenate_args(args[0], *_all_tangents(argnums, gs, args, 1))
 
 
+def _of_lists(fun: Callable[..., Array]) -> Callable[..., Array]:
+    """Let a function that joins arrays take lists of traced numbers among them, as in `concatenate([[a], x])`."""
+
+    @wraps(fun)
+    def function(arrays: Any, *args: Any, **kwargs: Any) -> Array:
+        return fun([anp.array(x) if isinstance(x, (list, tuple)) else x for x in arrays], *args, **kwargs)
+
+    return function
+
+
 def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Return the part of the cotangent for each element of the literal."""
-    if args[1] or len(args[0]) > 1:
+    if len(args[0]) > 1 or not args[1].keys() <= _KEEPING_SHAPE:
         return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
     # The elements are the arguments after the first two.
     chosen = [(i - 2, _must_be_real(args[i], ans)) for i in argnums]
@@ -73,7 +87,7 @@ def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Make an array of the tangents, with zeros for elements without a tangent."""
-    if args[1]:
+    if len(args[0]) > 1 or not args[1].keys() <= _KEEPING_SHAPE:
         return inherited_jvp(anp.array_from_args, argnums, gs, ans, args, kwargs)
     return anp.array_from_args(args[0], args[1], *_all_tangents(argnums, gs, args, 2))
 
@@ -119,6 +133,10 @@ def _mapped(function: Callable[[Any], Any], nested: Any) -> Any:
 
 
 composition(anp.dstack)(dstack)
+for _name in ("concatenate", "hstack", "vstack", "row_stack"):
+    _joining = _of_lists(getattr(wrapped, _name))
+    setattr(wrapped, _name, _joining)
+    setattr(anp, _name, _joining)
 VJPS = {
     anp.concatenate_args: concatenate_vjp,
     anp.array_from_args: array_vjp,
