@@ -25,7 +25,6 @@ from mpiad.differentiation.rules.protocol import (
 )
 from mpiad.transport.devices.device_arrays import is_device_array
 
-
 _KEEPING_SHAPE = {"dtype", "copy", "order"}  # the arguments of `array` that don't change the shape
 
 

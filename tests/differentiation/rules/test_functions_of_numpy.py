@@ -451,17 +451,23 @@ def test_lists_of_traced_numbers_are_joined_to_arrays(fun):
     """Lists among arrays, as at the ends of a grid; the reference are difference quotients of NumPy's function."""
     x, v = A[0], V[0]
     weights = numpy.cos(numpy.arange(fun(numpy, x).size)).reshape(fun(numpy, x).shape)
-    slope = lambda x: numpy.sum(weights * 2 * fun(numpy, x) * (fun(numpy, x + 1e-6 * v) - fun(numpy, x - 1e-6 * v))) / 2e-6  # noqa: E731
-    for loss in (loss := lambda x: np.sum(weights * fun(np, x) ** 2), mpiad.jit(loss, strict=True)):
-        close(mpiad.grad(loss)(x) @ v, slope(x), 1e-8)
-        close(mpiad.jvp(loss, x, v)[1], slope(x), 1e-8)
-        close(mpiad.hvp(loss)(x, v) @ v, (slope(x + 1e-4 * v) - slope(x - 1e-4 * v)) / 2e-4, 1e-5)
+
+    def slope(x):
+        return numpy.sum(weights * (fun(numpy, x + 1e-6 * v) ** 2 - fun(numpy, x - 1e-6 * v) ** 2)) / 2e-6
+
+    def loss(x):
+        return np.sum(weights * fun(np, x) ** 2)
+
+    for f in (loss, mpiad.jit(loss, strict=True)):
+        close(mpiad.grad(f)(x) @ v, slope(x), 1e-8)
+        close(mpiad.jvp(f, x, v)[1], slope(x), 1e-8)
+        close(mpiad.hvp(f)(x, v) @ v, (slope(x + 1e-4 * v) - slope(x - 1e-4 * v)) / 2e-4, 1e-5)
 
 
 @pytest.mark.parametrize("fun", [
     lambda x: np.maximum(V.T.dot(x[:2]), x), lambda x: np.where(x > 0, [x[1], x[0], 1.0], x), lambda x: V.dot(x) @ x[:2],
-    lambda x: x[:2] - numpy.array([x[0] ** 2, x[1]]), lambda x: np.concatenate([V.dot(x), x]), lambda x: x * [x[0], 1.0, 2.0],
-    lambda x: np.dot(x, [x[0], 1.0, 2.0]),
+    lambda x: x[:2] - numpy.array([x[0] ** 2, x[1]]), lambda x: np.concatenate([V.dot(x), x]),
+    lambda x: x * [x[0], 1.0, 2.0], lambda x: np.dot(x, [x[0], 1.0, 2.0]),
 ])  # fmt: skip
 def test_traced_values_among_objects_are_refused_if_derivatives_would_be_lost(fun):
     for derivative in (mpiad.grad, mpiad.linearize, mpiad.hessian, lambda fun: lambda x: mpiad.jvp(fun, x, x)):
