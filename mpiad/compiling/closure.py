@@ -666,6 +666,10 @@ def assigns_outside(code: CodeType) -> bool:
 _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
+_NO_MPI4PY = (
+    "calls of mpi4py aren't compiled (call mpiad's functions; what mpi4py returned before, such as the ranks of neighbors, may "
+    "be read from variables outside)"
+)
 _MAX_OBJECTS = 2000
 
 
@@ -737,7 +741,7 @@ class _WatchReader(FunctionReader):
         """Add conditions that depend on all code; refuse functions that may draw, or use a communicator by another name."""
         self._refuse(_OF_DISTRIBUTIONS, "random numbers")
         self._refuse({"__subclasses__", "__globals__"}, "the code doesn't name the objects that it reads")
-        self._refuse(self._communicating - _OF_COMMUNICATORS, "calls of mpi4py aren't compiled")
+        self._refuse(self._communicating - _OF_COMMUNICATORS, _NO_MPI4PY)
         for fun in self._without_attributes if self._asks_for_attributes else []:
             self.watch.note("not {0}.__dict__", fun)
 
@@ -844,7 +848,7 @@ class _WatchReader(FunctionReader):
         if not _is_communicator(value):
             return super().attribute(value, name)
         if name not in _OF_COMMUNICATORS:
-            raise Unknown("calls of mpi4py aren't compiled")
+            raise Unknown(_NO_MPI4PY)
         return None
 
 

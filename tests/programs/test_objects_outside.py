@@ -210,7 +210,7 @@ REFUSED = [
     ("C = [Block(1.0)]", "(C[0].lock, x)[1]", "Block.lock: an object of type lock"),
     ("C = [Block(1.0)]", "(C[0].queue, x)[1]", "Block.queue: an iterator"),
     ("C = [Block(1.0)]", "C[0].save() or x", "Block.file: an iterator"),
-    ("C = [Block(1.0)]", "x * C[0].comm.allreduce(1.0)", "calls of mpi4py aren't compiled"),
+    ("C = [Block(1.0)]", "x * C[0].comm.allreduce(1.0)", "calls of mpi4py aren't compiled .call mpiad's functions"),
     ("C = [Block(1.0)]", "x * getattr(C[0], 'ra' + 'te')", "can't be followed"),
     (
         "C = [[types.SimpleNamespace(a=[1.0])] for _ in range(1500)]",
