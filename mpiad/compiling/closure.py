@@ -667,8 +667,8 @@ _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
 _NO_MPI4PY = (
-    "calls of mpi4py aren't compiled (call mpiad's functions; what mpi4py returned before, such as the ranks of neighbors, may "
-    "be read from variables outside)"
+    "calls of mpi4py aren't compiled (call mpiad's functions; what mpi4py returned before, such as the ranks of neighbors, "
+    "may be read from variables outside)"
 )
 _MAX_OBJECTS = 2000
 

@@ -221,7 +221,7 @@ def in_place_of_scipy(frames: Iterable[FrameType]) -> str:
 
 def objects_error(fun: Callable) -> TypeError:
     """Return the error for an array of objects that holds traced values, whose derivatives would be lost."""
-    name = getattr(fun, "__name__", repr(fun)).removesuffix("_args")
+    name = getattr(fun, "__name__", repr(fun)).removesuffix("_args").removesuffix("_from")
     return TypeError(
         f"{name} got a traced array together with a list or an array of objects with traced values, whose "
         f"derivatives would be lost. {_NO_OBJECTS}"

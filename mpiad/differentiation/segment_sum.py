@@ -18,7 +18,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
-from mpiad.differentiation.rules.protocol import recorder_of
+from mpiad.differentiation.rules.protocol import anp, recorder_of
 from mpiad.primitives.checks import integer_of
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -74,6 +74,8 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
             f"segment_sum: segments must be an array of integers with one dimension, but got {type(segments).__name__} of "
             f"shape {np.shape(numbers)} and dtype {getattr(numbers, 'dtype', None)}."
         )
+    if isinstance(values, (list, tuple)):
+        values = anp.array(values)
     shape = np.shape(getval(values))
     if shape[:1] != numbers.shape:
         raise ValueError(
