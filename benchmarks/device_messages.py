@@ -8,6 +8,7 @@ Needs a GPU and CuPy on each rank (both may share one), and ends with status 2 w
     copies      each rank copies an array from the memory of the other one, at the same time
     staged      the same messages with MPIAD_CUDA_IPC=0
     shared      the messages of mpiad: a ping-pong of 8 bytes, and of large arrays by mpi_send; mpi_exchange; a halo
+    steps       a compiled step of a wave, whose interior runs while the halo is exchanged, and one that isn't divided
 
 Times are those of the slowest rank, the smallest of several. Without MPS, ranks on one GPU take turns (time slices), also
 in the bare calls.
@@ -27,6 +28,7 @@ from mpi4py import MPI
 from reaches import report, report_missing
 
 import mpiad
+from mpiad.programs import device_replay
 from mpiad.transport.devices import device_messages, device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule
 from mpiad.transport.devices.device_messages import Arena, DeviceMessages
@@ -103,6 +105,21 @@ def ping_pong(x: Any) -> None:
             mpiad.mpi_recv(x, PEER)
 
 
+def wave_step(domain: mpiad.Domain, u: Any, is_divided: bool) -> Callable[[], Any]:
+    """Return a function that runs a compiled step of a wave."""
+
+    @mpiad.jit
+    def step(u: Any, v: Any) -> Any:
+        p = domain.exchange(u, corners=False)
+        near = p[2:, 1:-1, 1:-1] + p[:-2, 1:-1, 1:-1] + p[1:-1, 2:, 1:-1] + p[1:-1, :-2, 1:-1]
+        return 2 * u - v + 0.1 * (near + p[1:-1, 1:-1, 2:] + p[1:-1, 1:-1, :-2] - 6 * u)
+
+    before, device_replay._LARGE = device_replay._LARGE, 1 if is_divided else sys.maxsize
+    step(u, u)
+    device_replay._LARGE = before
+    return lambda: step(u, u)
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,6 +158,8 @@ def measure(arrays: ArrayModule, nbytes: int, cells: int, repeats: int) -> dict[
         "mpi_send": lambda: ping_pong(large),
         "mpi_exchange": lambda: mpiad.mpi_exchange(large, PEER, PEER),
         "halo": lambda: domain.exchange(block),
+        "step": wave_step(domain, block, True),
+        "undivided step": wave_step(domain, block, False),
     }
     for way in ("shared", "staged"):
         before = device_settings.put(device_settings.present()._replace(ipc=way == "shared"))
@@ -170,6 +189,9 @@ def show(found: dict[str, float], nbytes: int) -> None:
     report(f"{mib} MiB by mpi_send: share of bare copies", 2 * found["copies"] / found["mpi_send, shared"], at_least=0.45)
     halo = found["halo, shared"] / found["copies of two faces"]
     report("halo of a block: ratio to bare copies and signals of two faces", halo, at_most=1.5)
+    for way in ("shared", "staged"):
+        ratio = found[f"undivided step, {way}"] / found[f"step, {way}"]
+        report(f"step of a wave, {way}: undivided, ratio to divided", ratio)
     for name in ("8 bytes", "mpi_send", "mpi_exchange", "halo"):
         report(f"{name} between devices: staged, ratio to shared", found[f"{name}, staged"] / found[f"{name}, shared"])
 

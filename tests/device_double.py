@@ -77,6 +77,12 @@ class DeviceArray:
     def __init__(self) -> None:
         raise TypeError("made by mpiad.device.to_device, or by `on_device` of the tests")
 
+    def __del__(self) -> None:
+        # Kernels that are queued may have the address. A device's pool reuses memory in the order of the stream, too.
+        memory = self.__data if self.__data.base is None else self.__data.base
+        if double is not None and double.queue is not None and isinstance(memory, np.ndarray) and memory.flags.owndata:
+            double.queue.put(memory)
+
     # ---- what CuPy's arrays tell of themselves
 
     shape = property(lambda self: self.__data.shape)
@@ -121,8 +127,7 @@ class DeviceArray:
             return _computed(done)
         if out[0].shape != np.shape(done) or not np.can_cast(done.dtype, out[0].dtype, "same_kind"):
             raise TypeError(f"{ufunc.__name__}: the result doesn't fit into out")
-        out[0].__values[...] = done
-        double._synchronized = False
+        out[0].__write(..., done)
         return out[0]
 
     def __array_function__(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -167,11 +172,12 @@ class DeviceArray:
         is_view = all(
             isinstance(part, (int, slice, type(...), type(None))) for part in (idx if type(idx) is tuple else (idx,))
         )
-        return _wrapped((self.__data if is_view else self.__values)[_index(idx)])
+        found = self.__data[_index(idx)] if is_view else None
+        # NumPy copies a single entry.
+        return _wrapped(found if isinstance(found, np.ndarray) else self.__values[_index(idx)])
 
     def __setitem__(self, idx: Any, value: Any) -> None:
-        double._synchronized = False
-        self.__values[_index(idx)] = _plain(value, "setitem")
+        self.__write(_index(idx), _plain(value, "setitem"))
 
     # ---- methods
 
@@ -192,8 +198,7 @@ class DeviceArray:
         return _wrapped(self.__data.view(dtype))
 
     def fill(self, value: Any) -> None:
-        double._synchronized = False
-        self.__values.fill(_plain(value, "fill"))
+        self.__write(..., _plain(value, "fill"))
 
     def reshape(self, *shape: Any, order: str = "C") -> DeviceArray:
         return _wrapped(
@@ -231,6 +236,15 @@ class DeviceArray:
     @staticmethod
     def _raw(x: DeviceArray) -> np.ndarray:
         return x.__data
+
+    @staticmethod
+    def _write(x: DeviceArray, idx: Any, values: Any) -> None:
+        x.__write(idx, values)
+
+    def __write(self, idx: Any, values: Any) -> None:
+        """Write in the order of the stream."""
+        double._synchronized, data = False, self.__data
+        double._put(lambda: data.__setitem__(idx, values))
 
     @property
     def __values(self) -> np.ndarray:
@@ -363,10 +377,18 @@ class DoubleArrays:
         self.aware = False
         self.memory: Any = None  # of `device_memory_double`
         self.queue: Any = None
+        self._stream = 0
+
+    def _put(self, operation: Any) -> None:
+        """Run an operation in the order of the stream."""
+        if self.queue is None:
+            operation()
+        else:
+            self.queue.put(operation)
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         made = DeviceArray._of(np.empty(shape, dtype))
-        DeviceArray._values(made).reshape(-1).view(np.uint8)[...] = 0xA5  # nobody relies on what is in new memory
+        DeviceArray._raw(made).reshape(-1).view(np.uint8)[...] = 0xA5  # nobody relies on what is in new memory
         return made
 
     def full(self, shape: Any, value: Any, dtype: Any) -> DeviceArray:
@@ -401,11 +423,10 @@ class DoubleArrays:
         self._queued.append(lambda: np.copyto(out, taken))
 
     def copy_to_device(self, host: np.ndarray, out: DeviceArray) -> None:
-        values = DeviceArray._values(out)
-        _require_alike(values, host)
+        _require_alike(DeviceArray._raw(out), host)
         transfers.to_device(out.nbytes)
         taken = host.copy()
-        values[...] = taken
+        DeviceArray._write(out, ..., taken)
 
         def check() -> None:
             if taken.tobytes() != host.tobytes():
@@ -423,12 +444,28 @@ class DoubleArrays:
             self.queue.settle()
         self._synchronized = True
 
-    def record(self) -> int:
-        return len(self._queued)
+    def record(self) -> tuple[int, Any]:
+        return len(self._queued), None if self.queue is None else self.queue.record()
 
-    def wait(self, event: int) -> None:
+    def wait(self, event: tuple[int, Any]) -> None:
         transfers.synchronizations += 1
-        self._flush(event)
+        count, done = event
+        if done is not None:
+            done.wait()
+        self._flush(count)
+
+    @contextmanager
+    def side_stream(self, event: tuple[int, Any]) -> Iterator[None]:
+        before, self._stream = self._stream, 1 + self._stream
+        if self.queue is not None:
+            self.queue.put(event[1].wait)
+        try:
+            yield
+        finally:
+            _, done = self.record()
+            self._stream = before
+            if self.queue is not None:
+                self.queue.put(done.wait)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -447,7 +484,7 @@ class DoubleArrays:
         return x.__cuda_array_interface__["data"][0]
 
     def stream(self) -> int:
-        return 0
+        return self._stream
 
     @contextmanager
     def cuda_aware(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """Device memory without a device, which processes share: POSIX shared memory, and a stream that runs behind the program.
 
-`MemoryDouble` fills `mpiad.transport.devices.device_arrays.DeviceMemory` for the arrays of `device_double`. Copies, writes
-and waits are queued, and a thread runs them in order, each after a random time, as a device does; the host sees the arrays
-of the stand-in only after all that is queued. A block that is freed while another process has it open, or that is opened
-twice, is an error, as is memory of the host that the device writes a flag to and that isn't registered.
+`MemoryDouble` fills `mpiad.transport.devices.device_arrays.DeviceMemory` for the arrays of `device_double`. Kernels,
+copies, writes and waits are queued, and a thread for each stream runs them in order, each after a random time, as a device
+does; the host sees the arrays of the stand-in only after all that is queued on the current stream. A block that is freed
+while another process has it open, or that is opened twice, is an error, as is memory of the host that the device writes a
+flag to and that isn't registered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 from device_double import DeviceArray, double
@@ -23,14 +25,16 @@ from device_double import DeviceArray, double
 class Stream(threading.Thread):
     """What is queued, in order. `late`: the largest time, in seconds, between two operations."""
 
-    def __init__(self):
+    def __init__(self, late):
         super().__init__(daemon=True, name="device-double")
-        self.late, self._queue, self._failure = 0.0, queue.SimpleQueue(), None
+        self.late, self._queue, self._failure = late, queue.SimpleQueue(), None
         self._random = random.Random(os.getpid())
         self.start()
 
     def run(self):
         while (operation := self._queue.get()) is not None:
+            if not callable(operation):
+                continue
             if self.late:
                 time.sleep(self._random.uniform(0, self.late))
             try:
@@ -41,21 +45,62 @@ class Stream(threading.Thread):
     def put(self, operation):
         self._queue.put(operation)
 
-    def settle(self):
-        """Wait until all that is queued has run."""
+    def record(self):
+        """Return an event after all that is queued."""
         done = threading.Event()
         self._queue.put(done.set)
-        done.wait()
+        return done
+
+    def settle(self):
+        """Wait until all that is queued has run."""
+        self.record().wait()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise AssertionError("an operation of the device failed") from failure
+
+
+class Streams:
+    """The current stream of the stand-in, and others. Each has a thread of its own."""
+
+    def __init__(self):
+        self._streams, self._late = [Stream(0.0)], 0.0
+
+    @property
+    def current(self):
+        while len(self._streams) <= double.stream():
+            self._streams.append(Stream(self._late))
+        return self._streams[double.stream()]
+
+    @property
+    def late(self):
+        return self._late
+
+    @late.setter
+    def late(self, seconds):
+        self._late = seconds
+        for stream in self._streams:
+            stream.late = seconds
+
+    def put(self, operation):
+        self.current.put(operation)
+
+    def record(self):
+        return self.current.record()
+
+    def settle(self):
+        self.current.settle()
+
+    def end(self):
+        for stream in self._streams:
+            stream.settle()
+            stream.put(None)
 
 
 class MemoryDouble:
     """Memory of the stand-in's device: `limit` bytes of it; with `broken`, blocks of other processes contain zeros."""
 
     def __init__(self):
-        self.stream, self.limit, self.broken, self.released = Stream(), 1 << 40, "", 0
+        self.stream, self.limit, self.broken, self.released = Streams(), 1 << 40, "", 0
         self.blocks, self.opened, self.registered = {}, {}, {}
         self.copies = 0  # stored and loaded
 
@@ -162,6 +207,16 @@ def _values(x):
     return values
 
 
+@contextmanager
+def streams():
+    """Let the stand-in queue what it does, without memory for other processes."""
+    double.queue = made = Streams()
+    try:
+        yield made
+    finally:
+        remove()
+
+
 def install():
     """Give the stand-in a device's memory; return it."""
     if getattr(double, "memory", None) is None:
@@ -173,6 +228,5 @@ def install():
 def remove():
     """Take the memory away, after all that is queued has run."""
     if double.queue is not None:
-        double.queue.settle()
-        double.queue.put(None)
+        double.queue.end()
     double.memory = double.queue = None

@@ -10,6 +10,7 @@ import ctypes
 import re
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ class LoopOnCPU:
 
     def __call__(self, words):
         assert words.dtype == np.int64 and words.flags.c_contiguous
-        self.function(DeviceArray._values(words).ctypes.data_as(ctypes.c_void_p))
+        self.function(DeviceArray._raw(words).ctypes.data_as(ctypes.c_void_p))
 
 
 class KernelOnCPU:
@@ -105,7 +106,7 @@ class LauncherOnCPU:
                 assert blocks > 0 and threads == 256
                 self.launches.append((kernel.name, blocks, threads, ()))
                 double._synchronized = False
-                kernel(words)
+                double._put(partial(kernel, words))
 
         return run
 

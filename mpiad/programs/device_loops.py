@@ -7,6 +7,9 @@ when arrays are at other addresses.
 A reduction has several kernels. In the first one, each thread combines the entries of a chunk; each further kernel combines
 results of the one before, until one is left for each entry of the result. So the order of the operations is fixed for a
 shape, and no kernel needs a barrier or atomic operations.
+
+A loop after an exchange of halos has two kernels: one for its interior, which runs while messages are in flight, and one
+for the other entries (see `overlap`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from mpiad.compiling.source import indented, number, with_few_live
 from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.programs.array_program import parts_of
 from mpiad.programs.fusion import Schedule, root_of
-from mpiad.programs.loops import FIRST, Box, Known, LoopBody, LoopText
+from mpiad.programs.loops import FIRST, Box, Known, LoopBody, LoopText, cut
 from mpiad.programs.memory_plan import Allocation
 from mpiad.transport.devices.device_arrays import DeviceKernel, Launcher
 
@@ -116,7 +119,8 @@ class DeviceLoop(LoopText):
 
     def __init__(self, schedule: Schedule, at: int):
         self._renamed: dict[str, int] = {}  # the buffers of arrays that overwrite other ones, by name
-        super().__init__(schedule, at, False)
+        self.interior: Box | None = None  # the entries of a kernel that runs before the others
+        super().__init__(schedule, at, True)
 
     def _write(self, inside: Box, rows: Array | None, edges: Array | None) -> None:
         self.boxes, self.lanes = (), 0
@@ -179,6 +183,10 @@ class DeviceLoop(LoopText):
     def _kernels(self, head: list[str], entry: list[str]) -> list[LoopKernel]:
         """Return the kernels, given the declarations, and the statements for an entry."""
         shape = self.loop.shape
+        if self.interior is not None:
+            inside, outside = list[Box](), list[Box]()
+            cut([(0, n) for n in shape], self.interior, inside, outside)
+            return [self._kernel_of(head, boxes, entry) for boxes in (inside, outside) if boxes]
         if not self.folds:
             return [LoopKernel.of(head, math.prod(shape), [*_decomposed("thread", dict(enumerate(shape))), *entry])]
         chunks = self._chunks()
@@ -188,6 +196,17 @@ class DeviceLoop(LoopText):
             made.append(LoopKernel.of(head, chunks.results * after, lines))
             place += len(self.folds) * chunks.results * before
         return made
+
+    def _kernel_of(self, head: list[str], boxes: Sequence[Box], entry: list[str]) -> LoopKernel:
+        """Return the kernel of the entries in some boxes."""
+        axes = dict(enumerate(self.loop.shape))
+        lines, entries = [f"{_kind_of(axes)} {', '.join([f'i{k}' for k in axes])};"], 0
+        for box in boxes:
+            indices = _indices(f"(thread - {entries})", {k: last - first for k, (first, last) in enumerate(box)})
+            entries += math.prod([last - first for first, last in box])
+            found = [f"i{k} = {box[k][0]} + {text};" for k, text in indices.items()]
+            lines += [f"{'' if box is boxes[0] else 'else '}if (thread < {entries}) {{", *indented(found), "}"]
+        return LoopKernel.of(head, entries, [*lines, *entry])
 
     def _chunks(self) -> Chunks:
         shape, sources = self.loop.shape, {axis.source for fold, _ in self.folds for axis in fold.place.map}
@@ -251,13 +270,21 @@ class DeviceLoop(LoopText):
 
 def _decomposed(flat: str, lengths: Mapping[int, int]) -> list[str]:
     """Return the declarations of indices along axes of these lengths, from the number of an entry."""
-    kind = "int" if math.prod(lengths.values()) < _MOST_INT else "long long"
-    lines, inner, axes = list[str](), 1, list(lengths)
+    return [f"const {_kind_of(lengths)} i{k} = {text};" for k, text in _indices(flat, lengths).items()]
+
+
+def _indices(flat: str, lengths: Mapping[int, int]) -> dict[int, str]:
+    """Return the expressions of the indices along axes of these lengths, from the number of an entry."""
+    kind, texts, inner, axes = _kind_of(lengths), dict[int, str](), 1, list(lengths)
     for k in reversed(axes):
         text = f"({kind}){flat}" if inner == 1 else f"({kind}){flat} / {inner}"
-        lines.append(f"const {kind} i{k} = {text}{'' if k == axes[0] else f' % {lengths[k]}'};")
+        texts[k] = f"{text}{'' if k == axes[0] else f' % {lengths[k]}'}"
         inner *= lengths[k]
-    return lines
+    return texts
+
+
+def _kind_of(lengths: Mapping[int, int]) -> str:
+    return "int" if math.prod(lengths.values()) < _MOST_INT else "long long"
 
 
 def _macro(name: str, shape: Shape, pitch: int) -> str:

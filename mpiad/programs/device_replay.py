@@ -4,6 +4,11 @@ The schedule is that of the host (see `fusion`), with other loops (see `device_l
 Python are queued together, on the device as one graph. They read the addresses of arrays, and numbers among the arguments,
 from `words` on the device, which are copied there if they have changed since the last run. Nothing else is copied.
 
+While an exchange of halos is in progress, the interior of the next loop runs. The interior is queued first, on the current
+stream; then the exchange packs, sends, receives and unpacks on a side stream, which waits for what has been queued before
+the interior. The edges of the loop are queued on the current stream after it has waited for the side stream. So the host
+waits for packed faces only, and the faces of a later axis don't wait for the interior either.
+
 A replay belongs to the stream on which it was first used, so that two streams never share its buffers. Results are new
 arrays; scratch memory is taken from the device's pool in each run.
 """
@@ -27,11 +32,15 @@ from mpiad.programs.device_words import Words
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
+from mpiad.programs.overlap import interior
 from mpiad.programs.replay import Changed, Replays, call_at, is_checked
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.devices.device_arrays import ArrayModule, Launch, is_device_array, launcher_of
 
 _PARTIAL = -1  # in place of a buffer: the partial results of sums
+# Minimum number of entries of a loop that is divided to overlap with messages. A smaller one takes less time than the
+# host needs for another kernel and two events.
+_LARGE = 1 << 20
 
 
 class DeviceReplays(Replays):
@@ -46,7 +55,10 @@ class DeviceReplays(Replays):
         return DeviceLoop(self.schedule, at)
 
     def compile(self) -> None:
-        """Compile the kernels."""
+        """Divide the loops after exchanges, and compile the kernels."""
+        for at, text in enumerate(self.texts[1:]):
+            if text is not None and prod(text.loop.shape) >= _LARGE:
+                text.interior = interior(self.schedule, at, text, sets_constants=False)
         of_loops = [self._kernels_of(at) for at in range(len(self.texts))]
         made = iter(compiled([kernel for kernels in of_loops for kernel in kernels], self.launcher))
         self.launches = [[(next(made), one) for one in each] for each in of_loops]
@@ -209,13 +221,38 @@ class DeviceReplay:
         for at, step in enumerate(self.schedule.steps):
             if self.schedule.part(at) != part:
                 continue
-            for kernel, source in self.replays.launches[at]:
-                launches.append((kernel, -(-source.threads // THREADS), THREADS, (self._words.of_loop(at),)))
-            if isinstance(step, Run) and not self.replays.launches[at]:
-                queue()
-                steps.append(self._in_place(at, step) if step.in_place else self._call(at, step))
+            found = self._launches(at)
+            if isinstance(step, Loop) or found:
+                launches += found[self._is_divided(at) :]
+                continue
+            queue()
+            run = self._in_place(at, step) if step.in_place else self._call(at, step)
+            steps.append(self._overlapped(run, at + 1) if self._is_divided(at + 1) else run)
         queue()
         return steps
+
+    def _launches(self, at: int) -> list[Launch]:
+        """Return the launches of the kernels of a step."""
+        words = (self._words.of_loop(at),) if self.replays.launches[at] else ()
+        return [(kernel, -(-one.threads // THREADS), THREADS, words) for kernel, one in self.replays.launches[at]]
+
+    def _is_divided(self, at: int) -> bool:
+        """Return whether the interior of a loop runs during the step before it."""
+        text = self.replays.texts[at] if at < len(self.replays.texts) else None
+        return text is not None and text.interior is not None
+
+    def _overlapped(self, exchange: Callable[[], object], at: int) -> Callable[[], None]:
+        """Return the function that queues the interior of a loop, and runs the exchange before the loop meanwhile."""
+        queue_interior = self.replays.launcher.sequence(self._launches(at)[:1])
+
+        def run() -> None:
+            self._words.upload()
+            ready = self._device.record()
+            queue_interior()
+            with self._device.side_stream(ready):
+                exchange()
+
+        return run
 
     def _run(self, part: _Part, *inputs: Array) -> list[Array]:
         if not part.number:

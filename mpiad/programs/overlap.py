@@ -124,17 +124,30 @@ def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] |
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
     """Return a loop's boxes without and with need for messages of the exchange `at`; None if more than half need them."""
-    if text is None or not text.divisible or at + 1 in schedule.part_starts:
-        return None
-    unchanged, buffer = _unchanged_block(schedule, at), root_of(schedule.buffers, schedule.steps[at].inputs[0])
-    inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
+    inner = None if text is None else interior(schedule, at, text)
     if inner is None:
         return None
-    entries = math.prod([max(last - first, 0) for first, last in inner])
-    if 2 * entries < math.prod(schedule.steps[at + 1].shape):
-        return None
-    before, after = zip(*[divided(rows, inner) for rows in text.boxes])
+    before, after = zip(*[divided(rows, inner) for rows in text.boxes])  # type: ignore[union-attr]
     return before, after
+
+
+def interior(schedule: Schedule, at: int, text: LoopText, sets_constants: bool = True) -> list[tuple[int, int]] | None:
+    """Return the box of the loop after step `at` that needs no message of this step; None if it is less than half.
+
+    `sets_constants`: whether the exchange sets constants at the sides before it starts its messages.
+    """
+    unchanged = None if not text.divisible or at + 1 in schedule.part_starts else _unchanged_block(schedule, at)
+    if unchanged is None:
+        return None
+    step, nodes = schedule.steps[at], schedule.program.nodes
+    if not sets_constants:  # beyond the argument, nothing is in the buffer yet
+        node = nodes[step.node]
+        starts = node.data.fun.in_place.given(*node.data.args[1:])
+        ends = [start + n for start, n in zip(starts, nodes[node.inputs[0]].shape[-len(starts) :])]
+        unchanged = [(max(low, start), min(high, end)) for (low, high), start, end in zip(unchanged, starts, ends)]
+    inner = _inner(schedule, at + 1, text, root_of(schedule.buffers, step.inputs[0]), unchanged)
+    entries = 0 if inner is None else math.prod([max(last - first, 0) for first, last in inner])
+    return None if 2 * entries < max(math.prod(schedule.steps[at + 1].shape), 1) else inner
 
 
 def _inner(

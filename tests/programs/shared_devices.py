@@ -2,8 +2,8 @@
 
     python tests/fuzz.py --programs 100 --ranks 2 3 --devices --compiled all some --before tests/programs/shared_devices.py
 
-So arrays of compiled programs travel in device memory. The devices are late: each queued operation begins after a random
-time of up to 0.1 ms.
+So arrays of compiled programs travel in device memory, and loops of any size are divided while they do. The devices are
+late: each queued operation begins after a random time of up to 0.1 ms.
 """
 
 import atexit
@@ -11,9 +11,11 @@ import atexit
 from device_ways import SETTINGS, sharing
 
 import mpiad
+from mpiad.programs import device_replay
 from mpiad.transport.devices import device_settings
 
 mpiad.mpi_init()
+device_replay._LARGE = 1
 device_settings.put(SETTINGS["shared"])
 shared = sharing()
 shared.__enter__().stream.late = 1e-4

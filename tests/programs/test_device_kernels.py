@@ -151,8 +151,8 @@ class Assembler:
         return self._texts[text][name]
 
 
-def kernels_of(run, count, shape, dtype):
-    """Return the kernels of the value and of its gradient, of the program for the host."""
+def kernels_of(run, count, shape, dtype, divides=False):
+    """Return the kernels of the value and of its gradient, of the program for the host; `divides`: with interiors."""
     loss = run if onp.dtype(dtype).kind == "f" else lambda *z: np.real(run(*z))
     jitted, arguments = mpiad.jit(loss), [onp.ones(shape, dtype) + k for k in range(count)]
     mpiad.value_and_grad(jitted, tuple(range(count)))(*arguments)
@@ -162,7 +162,18 @@ def kernels_of(run, count, shape, dtype):
     for entry in entries:
         schedule = Schedule(entry.replays.schedule.program)
         loops += [DeviceLoop(schedule, at) for at, step in enumerate(schedule.steps) if isinstance(step, Loop)]
+    for loop in loops if divides else ():
+        loop.interior = [(2, n - 2) for n in loop.loop.shape] if loop.divisible and min(loop.loop.shape) > 4 else None
     return [kernel for loop in loops for kernel in loop.kernels({})]
+
+
+@pytest.mark.parametrize("name", ["wave 7", "shallow water"])
+def test_no_kernel_of_an_interior_spills(name):
+    """Those of the interiors and edges of loops after exchanges."""
+    whole, parts = (kernels_of(*PROGRAMS[name](), "float64", divides) for divides in (False, True))
+    assert len(parts) > len(whole)
+    kernels = compiled(parts, Assembler("sm_90"))
+    assert not any(kernel.spilled for kernel in kernels) and max(kernel.registers for kernel in kernels) <= 64
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])

@@ -5,8 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
+import autograd
+import autograd.numpy as plain
 import numpy as onp
 import pytest
 from device_calls import CALLS, INDEXED, MATRICES, OTHERWISE, REVERSE_ONLY, TRANSFORMS, UNARY, make_input
@@ -18,6 +24,7 @@ import mpiad.device.numpy as np
 from mpiad import parallel
 from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, newton, solve
+from mpiad.programs import device_replay
 from mpiad.programs.device_loops import LoopKernel, compiled
 from mpiad.timestepping import scan
 
@@ -453,6 +460,138 @@ def test_too_little_memory_is_named(rng, monkeypatch):
     monkeypatch.setattr(double, "empty", empty)
     with pytest.raises(MemoryError, match="16,000 bytes on stand-in device 0 .*: 1,073,741,824 are free.* checkpoints"):
         fun(x)
+
+
+# Loops that are divided: their interiors run while an exchange is in progress.
+
+
+def wave(domain, u, a):
+    for boundary in ("zero", "reflect", (1.5, "edge")):
+        p = domain.exchange(u * a, boundary=boundary)
+        u = u + 0.1 * np.sin(p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] * p[1:-1, :-2] - 4 * u + p[2:, 2:])
+    return u
+
+
+def whole_wave(u, a):
+    """The same on the whole grid, periodic along its first axis."""
+    for boundary in ("zero", "reflect", "edge"):
+        p = plain.concatenate([u[-1:], u, u[:1]]) * a
+        sides = {"zero": (0 * p[:, :1], 0 * p[:, :1]), "reflect": (p[:, 1:2], p[:, -2:-1]), "edge": (p[:, :1], p[:, -1:])}
+        p = plain.concatenate([sides[boundary][0], p, sides[boundary][1]], axis=1)
+        u = u + 0.1 * plain.sin(p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] * p[1:-1, :-2] - 4 * u + p[2:, 2:])
+    return u
+
+
+def divided(jitted):
+    """Return the replays of the programs of a function, and the number of divided loops of each."""
+    found = [entry.replays for entry in jitted.form().jitted._cache.entries.values() if entry is not None]
+    return {each: sum(text is not None and text.interior is not None for text in each.texts) for each in found}
+
+
+@contextmanager
+def late_stream(number, monkeypatch):
+    """Let each operation on one stream begin late: the current stream (0), or that of exchanges (1)."""
+    put = double._put
+
+    def put_late(operation):
+        if double.stream() == number:
+            put(lambda: time.sleep(0.002))
+        put(operation)
+
+    with monkeypatch.context() as during:
+        during.setattr(double, "_put", put_late)
+        yield
+
+
+def ways_and_streams():
+    """Return contexts: the ways of device arrays, each with two late streams; on a GPU only its own."""
+    if not IS_STAND_IN:
+        return [lambda monkeypatch: nullcontext()]
+    ways, memory = (importlib.import_module(name) for name in ("device_ways", "device_memory_double"))
+
+    @contextmanager
+    def context(way, number, monkeypatch):
+        with ways.travelling(way), memory.streams() if way != "shared" else nullcontext():
+            with late_stream(number, monkeypatch):
+                yield
+                double.synchronize()
+
+    return [partial(context, way, number) for way in ("staged", "direct", "shared") for number in (0, 1)]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_divided_loops(axis, monkeypatch):
+    monkeypatch.setattr(device_replay, "_LARGE", 1)
+    size, drawn = WORLD.size, onp.random.default_rng(31)
+    dims = (1, size) if axis else (size, 1)
+    domain = Domain((16 * dims[0], 20 * dims[1]), periodic=(True, False), dims=dims)
+    whole, weights = drawn.normal(size=(2, *domain.shape))
+    x, w = on_device(whole[domain.owned]), on_device(weights[domain.owned])
+    fun = mpiad.jit(lambda u, a: wave(domain, u, a))
+    inside = mpiad.value_and_grad(lambda u, a: np.sum(fun(u, a) * w), (0, 1), objective="sum")
+    both = mpiad.jit(mpiad.value_and_grad(lambda u, a: np.sum(wave(domain, u, a) * w), (0, 1), objective="sum"))
+    loss = lambda p: plain.sum(whole_wave(*p) * weights)  # noqa: E731
+    expected, (by_field, by_number) = loss((whole, 0.7)), autograd.grad(loss)((whole, 0.7))
+    expected = [expected, by_field[domain.owned], by_number]
+    for each in (fun, inside, both):
+        each(x, 0.5)
+    for context in ways_and_streams():
+        with context(monkeypatch):
+            assert_same(fun(x, 0.7), whole_wave(whole, 0.7)[domain.owned], 1e-12)
+            for gradient in (inside, both):
+                value, (field, number) = gradient(x, 0.7)
+                assert_same([value, field, mpiad.mpi_allreduce(number)], expected, 1e-11)
+    assert any(divided(fun).values()) and any(divided(both).values())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not IS_STAND_IN, reason="a device runs on its own")
+def test_the_host_waits_for_packed_faces_only(rng_of_rank, monkeypatch):
+    """The interior doesn't begin before the exchange has ended on the host, which it would never do if it waited."""
+    monkeypatch.setattr(device_replay, "_LARGE", 1)
+    domain = Domain((16 * WORLD.size, 20), periodic=(True, False), dims=(WORLD.size, 1))
+    x = rng_of_rank.normal(size=domain.local_shape)
+
+    def step(u):
+        p = domain.exchange(u * 2.0)
+        return p[2:, 1:-1] + p[:-2, 1:-1] - p[1:-1, 1:-1]
+
+    fun, expected = mpiad.jit(step), step(x)
+    there = on_device(x)
+    fun(there)
+    ((replays, count),) = divided(fun).items()
+    assert count == 1
+    interior, ended, late, log = replays.launches[-1][0][0], threading.Event(), [], []
+    put, wait, copy, side = double._put, double.wait, double.copy_to_host, double.side_stream
+
+    def noted_put(operation):
+        kernel = getattr(operation, "func", None)
+        log.append(("interior" if kernel is interior else "write" if kernel is None else "kernel", double.stream()))
+        if kernel is interior:
+            put(lambda: late.append(not ended.wait(20)))
+        put(operation)
+
+    @contextmanager
+    def noted_side(event):
+        with side(event):
+            yield
+            ended.set()
+
+    noted = lambda name, call: lambda *args: (log.append((name, double.stream())), call(*args))[1]  # noqa: E731
+    with importlib.import_module("device_memory_double").streams():
+        with monkeypatch.context() as during:
+            during.setattr(double, "_put", noted_put)
+            during.setattr(double, "wait", noted("wait", wait))
+            during.setattr(double, "copy_to_host", noted("copy", copy))
+            during.setattr(double, "side_stream", noted_side)
+            found = fun(there)
+        assert_same(found, expected)
+    assert late == [False]
+    start = log.index(("interior", 0))
+    packed = log.index(("copy", 1))
+    assert log[start - 1] == log[-1] == ("kernel", 0) and start < packed < log.index(("wait", 1), packed)
+    assert log[-2] == ("write", 1) and {stream for _, stream in log[start + 1 : -1]} == {1}
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class CupyArrays:
 
     def __init__(self, device: int):
         self.device = device
+        self._side_streams: dict[int, cupy.cuda.Stream] = {}  # by address of the current stream
 
     @cached_property
     def launcher(self) -> CupyLauncher:
@@ -115,6 +116,22 @@ class CupyArrays:
     def wait(self, event: Any) -> None:
         """Wait for an event on the host."""
         event.synchronize()
+
+    @contextmanager
+    def side_stream(self, event: Any) -> Iterator[None]:
+        """Queue on another stream after an event."""
+        with self.current():
+            stream = cupy.cuda.get_current_stream()
+            if stream.ptr not in self._side_streams:
+                # The default stream waits for streams that aren't `non_blocking`. Smaller numbers are higher priorities.
+                self._side_streams[stream.ptr] = cupy.cuda.Stream(non_blocking=True, priority=-1)
+            side = self._side_streams[stream.ptr]
+            side.wait_event(event)
+            try:
+                with side:
+                    yield
+            finally:
+                stream.wait_event(side.record(cupy.cuda.Event(disable_timing=True)))
 
     def message(self, x: Array) -> Buffer:
         """Return the array: mpi4py reads `__cuda_array_interface__`."""

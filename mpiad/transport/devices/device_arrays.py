@@ -97,6 +97,14 @@ class ArrayModule(Protocol):
     def wait(self, event: object) -> None:
         """Wait on the host until everything before an event is done."""
 
+    def side_stream(self, event: object) -> AbstractContextManager[object]:
+        """Return a context whose operations run at the same time as those queued on the current stream after an event.
+
+        They are queued on another stream, with a higher priority than that of the default stream. At the end of the
+        context, also after an exception, the current stream waits for them; the host doesn't.
+        """
+        ...
+
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which this module's device is the current one of the thread."""
         ...

@@ -24,6 +24,7 @@ class Stream:
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.waited_for: list[object] = []
         self.synchronized, self.captured = 0, None
+        self.non_blocking, self.priority = non_blocking, priority
         self.device = Device.current[-1]
 
     @property
@@ -48,6 +49,11 @@ class Stream:
 
     def synchronize(self):
         self.synchronized += 1
+
+    def record(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event):
         self.waited_for.append(event)
@@ -232,6 +238,29 @@ def test_several_kernels_are_queued_as_a_graph(arrays, monkeypatch):
             assert queued[-1][1:3] == ((count,), (256,)) and queued[-1][4] == count - 1
             queued.clear()
         assert arrays.stream() == Stream.current[-1].ptr != Stream().ptr
+
+
+def test_a_side_stream_and_the_current_one_wait_for_each_other(arrays):
+    with Device(1):
+        stream = Stream()
+        Stream.current.append(stream)
+        for fails in (False, True):
+            ready = arrays.record()
+            try:
+                with arrays.side_stream(ready):
+                    side = Stream.current[-1]
+                    assert side is not stream and side.device == 1 and side.non_blocking and side.priority < 0
+                    assert side.waited_for[-1] is ready and len(stream.waited_for) == fails
+                    if fails:
+                        raise ZeroDivisionError
+            except ZeroDivisionError:
+                pass
+            assert Stream.current[-1] is stream and stream.waited_for[-1].stream is side
+        Stream.current.pop()
+        other = Stream()
+        with other, arrays.side_stream(arrays.record()):
+            assert Stream.current[-1] is not side
+    assert ready.stream is stream and len(side.waited_for) == 2
 
 
 class Runtime:

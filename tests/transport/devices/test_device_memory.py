@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from device_double import DeviceArray, double, on_device, on_host
 from device_ways import sharing, travelling
+from kernels_on_cpu import COMPILER
 from machine_load import slowdown
 from mpi4py import MPI
 
@@ -636,15 +637,16 @@ import mpiad
 mpiad.mpi_init()
 sys.path.insert(0, "benchmarks")
 import device_messages
-from device_double import double
+from device_on_cpu import double
 from device_ways import sharing
 with sharing(introduced=False):
     found = device_messages.measure(double, 1 << 18, 8, 2)
-assert len(found) == 11 and all(seconds > 0 for seconds in found.values())
+assert len(found) == 15 and all(seconds > 0 for seconds in found.values())
 """
 
 
 @pytest.mark.launches
+@pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
 def test_the_benchmark_runs(mpirun):
     done = mpirun(2, MEASURED, cwd=Path(__file__).parents[3], env=BESIDE_THE_STAND_IN)
     assert done.returncode == 0 and "mpi_exchange, shared" in done.stdout, done.stdout + done.stderr
