@@ -17,7 +17,6 @@ from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
 
@@ -611,7 +610,7 @@ def _steps(
                 rows.append(observations.checked(observations.leaves(row, first + k), first + k))
         if observations.build is None:
             return after, rows
-        return after, observations.build([anp.stack(column) for column in zip(*rows)])
+        return after, observations.build([stack(column) for column in zip(*rows)])
 
     steps.__name__ = getattr(advance, "__name__", "step")
     return steps

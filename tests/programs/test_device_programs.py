@@ -26,7 +26,7 @@ from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, newton, solve
 from mpiad.programs import device_replay
 from mpiad.programs.device_loops import LoopKernel, compiled
-from mpiad.timestepping import scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 WORLD = MPI.COMM_WORLD
 IS_STAND_IN = os.environ.get("DEVICE_ARRAYS") != "cupy"
@@ -263,6 +263,28 @@ def test_loops_in_time(checkpoints, rng):
     found = mpiad.hvp(loss)(on_device(u), on_device(c), 0.8, on_device(along))
     assert_same(found, mpiad.hvp(loss)(u, c, 0.8, along), 1e-10)
     assert is_compiled(step)
+
+
+@pytest.mark.serial
+def test_loops_with_inputs_on_the_host(rng):
+    u, c, weights = rng.normal(size=(3, 4)), rng.random((3, 4)), onp.linspace(0.5, 2.0, 8)
+    step = mpiad.jit(lambda u, k, w, c: u + 0.1 * w * np.sin(c * u))
+    seen = mpiad.jit(lambda u, k, c: u[0] * c[1])
+
+    def loss(u, c):
+        schedule = CheckpointSchedule(2, recorded=4)
+        end, rows = scan(step, u, 8, c, inputs=weights, observe=seen, checkpoints=schedule)
+        return np.sum(end**2) + np.sum(rows**3)
+
+    def by_hand(u, c):
+        total = 0.0
+        for w in weights:
+            u = u + 0.1 * w * plain.sin(c * u)
+            total = total + plain.sum((u[0] * c[1]) ** 3)
+        return plain.sum(u**2) + total
+
+    found = mpiad.value_and_grad(loss, (0, 1))(on_device(u), on_device(c))
+    assert_same(found, [by_hand(u, c), autograd.grad(by_hand, 0)(u, c), autograd.grad(by_hand, 1)(u, c)])
 
 
 @pytest.mark.serial

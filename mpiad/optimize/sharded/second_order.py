@@ -13,7 +13,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function, Scalar, Tree
-from mpiad.device import to_host
+from mpiad.device import assembly, to_host
 from mpiad.differentiation import linearize
 from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
@@ -144,7 +144,7 @@ class SecondOrderEvaluation:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return anp.zeros(0)
-        array = out if type(out) in Box.types or hasattr(out, "dtype") else anp.array(out)
+        array = out if type(out) in Box.types or hasattr(out, "dtype") else assembly.array(out)
         if spec_like(array).dtype.kind != "f":
             raise WrongValueError(
                 f"minimize: with product='gauss-newton' fun must return real residuals or None, but got {out!r:.60}."

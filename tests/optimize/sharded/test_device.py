@@ -60,6 +60,16 @@ def test_pieces_of_some_ranks_may_be_on_the_host():
     np.testing.assert_allclose(found.history.loss[:8], host.history.loss[:8], rtol=1e-9)
 
 
+def test_lists_of_residuals():
+    w, d = 1.0 + np.arange(6.0) / 7 + _RANK, np.cos(np.arange(6.0) + _RANK)
+    there = on_device(w), on_device(d)
+    found = minimize(
+        lambda x: [there[0] * x - there[1], 0.5 * x], on_device(np.zeros(6)), method="Newton-CG-sharded",
+        options={"product": "gauss-newton", "gtol": 1e-12, "grtol": 0.0},
+    )  # fmt: skip
+    np.testing.assert_allclose(on_host(found.x), w * d / (w**2 + 0.25), rtol=1e-9)
+
+
 def test_complex_and_single_precision_pieces():
     def bowl(x):
         own = anp.sum(anp.abs(x["z"] - (1 + 2j)) ** 2) + 2 * anp.sum((x["f"] - 3 - _RANK) ** 2)
