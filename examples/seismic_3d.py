@@ -1,6 +1,7 @@
 """Find the velocity of sound between the surface and a mine from twelve shots, and how sure one can be of it.
 
     mpiexec -n 4 python examples/seismic_3d.py
+    mpiexec -n 2 python examples/seismic_3d.py --device gpu
 
 Sound obeys u_tt = c² Δu + source in three dimensions, with a layer around the block in which it dies away. Each shot sends
 a Ricker wavelet from a point at the surface, and a grid of receivers in the mine, at the bottom of the block, records what
@@ -16,6 +17,9 @@ precision for the gradient, and the others computed again.
 Two ways to the most probable m are compared: Gauss-Newton's method with conjugate gradients in the prior's inner product,
 and L-BFGS. Around it the leading eigenpairs of JᵀJ say what the records tell, and how sure m is in each cell; more pairs
 make the deviation smaller, as the program warns. Every number of ranks gives the same answer.
+
+With `--device gpu` the waves, their records and the kept states are on the GPU of each rank; m and the prior stay on the
+host. A rank without a GPU lets all of them compute on the host.
 """
 
 import argparse
@@ -25,8 +29,10 @@ from pathlib import Path
 
 import autograd.numpy as np
 import numpy
+from mpi4py import MPI
 
 import mpiad
+from mpiad.device import select, to_device, to_host
 from mpiad.inverse import Bilaplacian, laplace_approximation
 from mpiad.tasks import RankGroups, sum_over
 from mpiad.timestepping import CheckpointSchedule, scan
@@ -43,6 +49,7 @@ parser.add_argument("--groups", type=int, help="groups of ranks that share the s
 parser.add_argument("--iterations", type=int, nargs=2, default=(4, 14), help="of Gauss-Newton, and of L-BFGS at the most")
 parser.add_argument("--products", type=int, default=4, help="most products in a step of Gauss-Newton")
 parser.add_argument("--pairs", type=int, default=6, help="eigenpairs that are kept")
+parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the waves run on")
 parser.add_argument("--picture", type=Path, help="draw slices and sections into this file")
 parser.add_argument("--progress", action="store_true", help="tell on standard error how far it is")
 parser.add_argument("--least", type=float, default=0.5, help="fail if more of the objective is left, but for the noise")
@@ -69,11 +76,26 @@ def ricker(time):
     return (1 - 2 * square) * numpy.exp(-square)
 
 
+def has_gpus():
+    """Return whether each rank has a GPU, one of which it selects; else say what is missing."""
+    missing = ""
+    try:
+        select()
+    except (ImportError, RuntimeError) as error:
+        missing = str(error)
+    reasons = MPI.COMM_WORLD.allgather(missing)
+    if any(reasons) and mpiad.mpi_rank() == 0:
+        count = f"{len(list(filter(None, reasons)))} of {len(reasons)} ranks have no GPU"
+        print(f"{count}, so the waves run on the host. {max(reasons)}", file=sys.stderr, flush=True)
+    return not any(reasons)
+
+
 class Ground:
     """The model on all ranks, the wave on those of each group, and the shots."""
 
     def __init__(self, options):
         size = mpiad.mpi_size()
+        self.put = to_device if options.device == "gpu" and has_gpus() else lambda x: x
         self.groups = RankGroups(options.groups or max(n for n in range(1, size + 1) if size % n == 0 and n * n <= size))
         self.model = mpiad.Domain(options.shape)
         self.wave = mpiad.Domain(options.shape, halo=2, comm=self.groups.comm)
@@ -83,12 +105,12 @@ class Ground:
         self.guess = guess(self.places[0])
         self.layer = options.layer
         damping = sum(map(self.in_layer, range(3))) * DAMPING * STEP / 2
-        self.before, self.after = 1 - damping, 1 / (1 + damping)
+        self.before, self.after = self.put((1 - damping, 1 / (1 + damping)))
         self.compiled, self.seen = mpiad.jit(self.step), mpiad.jit(self.observe)
         self.steps = options.steps
         # With one for so many steps, whose records are held at once, each step is run twice for the gradient.
         self.kept = CheckpointSchedule(-(-self.steps // options.recorded), recorded=options.recorded, dtype="float32")
-        self.wavelet = STEP**2 * ricker(STEP * numpy.arange(options.steps)) / CELL**3
+        self.wavelet = self.put(STEP**2 * ricker(STEP * numpy.arange(options.steps)) / CELL**3)
 
         edge = (self.layer + 2) * CELL
         lines = [edge + (n * CELL - 2 * edge) * numpy.linspace(0, 1, options.receivers) for n in options.shape[1:]]
@@ -113,7 +135,7 @@ class Ground:
         for shot in shots:
             squares = sum((x - at) ** 2 for x, at in zip(self.places, shot))
             total += draw.choice([-1.0, 1.0]) * numpy.exp(-squares / (2 * CELL**2)) / (2 * numpy.pi) ** 1.5
-        return total
+        return self.put(total)
 
     def step(self, state, k, sample, square, source):
         """Return the pressure after the next step and before it; `square` is that of the way in a step, in cells."""
@@ -132,7 +154,7 @@ class Ground:
 
     def records(self, square, source):
         """Return this rank's share of the records of a source, shape (steps, receivers)."""
-        still = numpy.zeros(source.shape)
+        still = self.put(numpy.zeros(source.shape))
         return scan(
             self.compiled, (still, still), self.steps, square, source, inputs=self.wavelet, observe=self.seen,
             checkpoints=self.kept,
@@ -141,21 +163,21 @@ class Ground:
     def square(self, m):
         """Return the square of the way in a step on this rank's block of the wave, from its block of the model."""
         whole = mpiad.mpi_bcast(self.model.gather(m))
-        return (self.guess * STEP / CELL * np.exp(whole[self.wave.owned])) ** 2
+        return self.put((self.guess * STEP / CELL * np.exp(whole[self.wave.owned])) ** 2)
 
     def measure(self, draw):
         """Record the runs of this rank's group in the true ground, with noise; None for those of other groups."""
         square, self.measured = self.square(self.truth), [None] * len(self.sources)
         for k in self.own:
             self.measured[k] = self.records(square, self.sources[k])
-        squares = mpiad.mpi_allreduce(sum(numpy.sum(self.measured[k] ** 2) for k in self.own))
+        squares = mpiad.mpi_allreduce(sum(numpy.sum(to_host(self.measured[k]) ** 2) for k in self.own))
         shape = self.steps, len(self.receivers)
         self.noise = NOISE * numpy.sqrt(squares / len(self.sources) / numpy.prod(shape))
         mine = self.wave.interpolate(numpy.ones(self.wave.local_shape), self.receivers, CELL, result="share")
         for k in range(len(self.sources)):
             noise = self.noise * draw.standard_normal(shape)
             if k in self.own:
-                self.measured[k] = self.measured[k] + mine * noise
+                self.measured[k] = self.measured[k] + self.put(mine * noise)
 
     @property
     def expected(self):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
+from device_double import DeviceArray, on_device
+
+import mpiad
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
 
@@ -68,6 +74,35 @@ def test_velocity_in_three_dimensions_is_that_of_any_groups(mpirun: Run) -> None
     one, four = (sounded(mpirun(ranks, "examples/seismic_3d.py", *BLOCK, timeout=80)) for ranks in (1, 4))
     # States are kept in single precision, which rounds differently where a number differs in its last digit.
     np.testing.assert_allclose(four, one, rtol=1e-6)
+
+
+@pytest.mark.thorough
+def test_waves_on_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The objective, its gradient and a product of Gauss-Newton's matrix, on the stand-in and on the host."""
+    if importlib.import_module("device_on_cpu").COMPILER is None:
+        pytest.skip("there is no compiler of C++")
+    path = Path(__file__).parents[2] / "examples" / "seismic_3d.py"
+    spec = importlib.util.spec_from_file_location("seismic_3d", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    arguments = "--shape 12 13 14 --layer 2 --shots 1 2 --encoded 1 --receivers 3 --steps 8 --recorded 4".split()
+    options = example.parser.parse_args([*arguments, "--device", "gpu"])
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    found = []
+    for is_there in (False, True):
+        if is_there:
+            monkeypatch.setattr(example, "select", lambda: 0)
+            monkeypatch.setattr(example, "to_device", partial(mpiad.device.to_device, like=on_device(0.0)))
+        ground = example.Ground(options)
+        m = ground.truth / 10
+        kept = mpiad.linearize(ground.residuals)(m)
+        found.append([*mpiad.value_and_grad(ground.objective)(m), kept.vjp(kept.jvp(m))])
+        assert isinstance(ground.residuals(m)[0], DeviceArray) is is_there
+        for jitted in (ground.compiled, ground.seen):
+            assert not jitted.form().jitted.is_interpreted
+    for host, there in zip(*found):
+        np.testing.assert_allclose(there, host, rtol=1e-9, atol=1e-9 * np.max(np.abs(host)))
+    assert "1 of 1 ranks have no GPU, so the waves run on the host. select: CuPy can't be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
