@@ -439,6 +439,7 @@ def test_kernels_that_spill_are_compiled_once_more(spilled, way):
     assert [kernel.way for kernel in compiled([kernels[1], kernels[0], kernels[0]], Spilling())] == [(4, "few"), way, way]
 
 
+@pytest.mark.serial
 def test_halos_without_messages_are_filled_by_kernels(rng, launcher):
     domain = Domain((6, 5), halo=1, periodic=(True, False))
     x = rng.normal(size=(6, 5))
