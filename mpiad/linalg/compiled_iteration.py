@@ -11,12 +11,13 @@ program checks the shapes; if one differs, since other ranks have other numbers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import autograd.numpy as anp
 import numpy as np
@@ -24,14 +25,15 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.linalg.vectors import on_device_of, on_host
 from mpiad.primitives import mpi_allreduce
+from mpiad.programs.device_replay import DeviceCycle, DeviceReplays
 from mpiad.programs.function import Jitted
 from mpiad.programs.interpretation import Interpretation, Note, message_counts
-from mpiad.programs.message_numbers import envelopes_of, numbers_of
+from mpiad.programs.message_numbers import Numbers, envelopes_of, numbers_of
 from mpiad.programs.program_cache import Entry, FailedTrace, count, optional_program
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments, arguments_of
-from mpiad.transport import Channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Counts, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -44,7 +46,7 @@ Iteration = Callable[..., tuple]
 class TracedSystem:
     """The system in a trace of an iteration."""
 
-    def __init__(self, operator: Operator, params: tuple):
+    def __init__(self, operator: Operator, params: tuple, is_alone: bool):
         self.counts = dict(message_counts())
         self._apply, self._precondition = operator.bound(params)
         # A transposed operator is derived from a trace of the operator, which communicates. This has taken place when the
@@ -53,6 +55,7 @@ class TracedSystem:
         if any(min(envelope.asked) < 0 for envelope in envelopes_of(self.messages)):
             raise TypeError  # only the message itself tells from which rank it is
         self._shape, self._comm, self.side = operator.shape, operator.comm, operator.side
+        self._is_alone = is_alone  # whether it is a device's program on one rank, which has no communication for sums
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with rows."""
@@ -71,11 +74,38 @@ class TracedSystem:
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
         local = anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs])
-        return mpi_allreduce(local, comm=self._comm)
+        return local if self._is_alone else mpi_allreduce(local, comm=self._comm)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Sequence[LocalArray]:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
         return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])
+
+
+# On a device, iterations run ahead of the host, which looks at their numbers from time to time. A flag becomes zero in the
+# last iteration. Later ones change nothing, so the result doesn't depend on when the host looks.
+
+RECORDED = 32  # maximum number of iterations between two looks
+COUNTS = 3  # length of the last result of an iteration: the number of invalid systems, whether it is the last, and another
+
+
+@cache
+def ahead(iteration: Iteration, count: int) -> Iteration:
+    """Return an iteration that runs ahead, with `count` arrays of state besides the flag and the record.
+
+    The record contains the numbers, sums and counts of the last iterations. The array of the flag also contains ones and
+    zeros: the next iteration is recorded in the row of the one. Constants are the last arguments.
+    """
+
+    def masked(system: TracedSystem, *given: LocalArray) -> tuple[LocalArray, ...]:
+        before, (flag, record), constants = given[:count], given[count : count + 2], given[count + 2 :]
+        *after, sums, counts = iteration(system, *before, *constants)
+        goes_on, rows = (flag[0] > 0.0) & (counts[0] == 0.0), flag[1:]
+        recorded = anp.concatenate([anp.ravel(x) for x in (after[-1], sums, counts)])
+        record = anp.where(rows[:, None] > 0.0, recorded, record)
+        flag = anp.concatenate([1.0 * (goes_on & (counts[1:2] == 0.0)), anp.roll(rows, 1)])
+        return *[anp.where(goes_on, x, y) for x, y in zip(after, before)], flag, record
+
+    return masked
 
 
 class _Program(NamedTuple):
@@ -102,10 +132,10 @@ class _Known:
         compiled = [program.entry for program in self.programs.values() if program is not None]
         return not compiled or compiled[0].is_current()  # all of them read the same objects
 
-    def is_due(self) -> bool:
+    def is_due(self, runs: int) -> bool:
         """Return whether to compile an iteration: after some runs, unless similar operators were compiled in vain."""
         self.compiled[:] = [known for known in self.compiled if known.runs < _RUNS_TO_PAY]
-        return self.runs > _FIRST_RUNS and (any(self.programs.values()) or len(self.compiled) < _MOST_UNPAID)
+        return runs > _FIRST_RUNS and (any(self.programs.values()) or len(self.compiled) < _MOST_UNPAID)
 
 
 _FIRST_RUNS = 200  # iterations with an operator that are interpreted, since compilation takes as long as several hundred
@@ -147,17 +177,13 @@ class Operator:
         if known is None:
             return None
         key = _key(iteration, state)
-        if key not in known.programs:
-            known.runs += 1
-            if known.needs_notes or not known.is_due():
-                return None
-            self._trace(known, key, state)
-        program = known.programs.get(key)
-        if program is None or program.notes != self._notes:
+        known.runs += key not in known.programs
+        program = self._compiled(known, key, state, known.runs)
+        if program is None:
             return None
         entry, numbers = program.entry, numbers_of(program.messages, program.counts, self._counts)
         note_channels(entry.channels)
-        params = [self._arguments.leaves[k] for k in self._arguments.traced]
+        params = self._leaves()
         replays, free, is_checked = entry.replays, entry.replays.free[not FAULT_TOLERANT], bool(entry.replays.checked)
 
         def run(*state: LocalArray) -> list[Array]:
@@ -174,13 +200,43 @@ class Operator:
 
         return run
 
+    def cycle(self, iteration: Iteration, state: tuple, sums: int, constants: tuple) -> Cycle | None:
+        """Return the runs of an iteration ahead of the host, from a state; None if this time it has no such program.
+
+        `sums` is the number of sums of an iteration, for each system. The last array of the state contains numbers.
+        """
+        known, count = self._known, len(state)
+        if known is None:
+            return None
+        numbers = state[-1].size + sums * len(state[0]) + COUNTS
+        state = *state, np.eye(2, 1 + RECORDED).sum(axis=0), np.zeros((RECORDED, numbers)), *constants
+        program = self._compiled(known, _key(ahead(iteration, count), state), state, known.runs + 1)
+        if (
+            program is None or program.entry.replays.checked
+        ):  # a program that raises `Changed` might leave other ranks alone
+            return None
+        note_channels(program.entry.channels)
+        given, replays = _on_device(program.entry.device, state), program.entry.replays
+        runs = DeviceCycle(cast(DeviceReplays, replays), self._leaves(), given[: count + 2], given[count + 2 :])
+        return Cycle(known, program.entry, runs, numbers_of(program.messages, program.counts, self._counts), count)
+
+    def _compiled(self, known: _Known, key: tuple, state: tuple, runs: int) -> _Program | None:
+        if key not in known.programs and not known.needs_notes and known.is_due(runs):
+            self._trace(known, key, state)
+        program = known.programs.get(key)
+        return None if program is None or program.notes != self._notes else program
+
+    def _leaves(self) -> list[Any]:
+        return [self._arguments.leaves[k] for k in self._arguments.traced]
+
     def _trace(self, known: _Known, key: tuple, state: tuple, notes: Sequence[Note] | None = None) -> None:
         """Compile an iteration; `notes`: those of its interpretation, without which the trace may turn out to need them."""
         system: Any = None  # in the last trace
+        is_alone = arrays_of(state[0]) is not None and channel(self.comm, "linalg.solve").size == 1
 
         def traced(params: Tree, *state: LocalArray) -> tuple:
             nonlocal system
-            system = TracedSystem(self, params)
+            system = TracedSystem(self, params, is_alone)
             return key[0](system, *state)
 
         notes = None if notes is None else [*self._notes, *notes]
@@ -238,6 +294,32 @@ class Operator:
             _known.remove(found)
         _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
         return found
+
+
+class Cycle:
+    """Iterations that run ahead of the host; see `ahead`."""
+
+    def __init__(self, known: _Known, entry: Entry, runs: DeviceCycle, numbers: Numbers, count: int):
+        self._known, self._entry, self._runs, self._numbers, self._count = known, entry, runs, numbers, count
+        self._place, self._sizes = 0, (runs.state[count - 1].shape, len(runs.state[0]))
+        self.close = runs.close
+
+    @property
+    def state(self) -> list[LocalArray]:
+        """The arrays of the state on the device."""
+        return self._runs.state[: self._count]
+
+    def run(self, iterations: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Run iterations; return the numbers, sums and counts of each."""
+        for _ in range(iterations):
+            count(self._entry.communications)
+            self._runs.run(self._numbers)
+        self._known.runs += iterations
+        record = np.roll(on_host(self._runs.state[-1]), -self._place, 0)[:iterations]
+        self._place = (self._place + iterations) % RECORDED
+        shape, systems = self._sizes
+        size = math.prod(shape)
+        return [(x[:size].reshape(shape), x[size:-COUNTS].reshape(-1, systems), x[-COUNTS:]) for x in record]
 
 
 def _key(iteration: Iteration, state: tuple) -> tuple:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import ADVICE_FOR_COPIES, AnySystem, System
-from mpiad.linalg.vectors import are_within, on_device_of, on_host
+from mpiad.linalg.vectors import are_within, column, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
 """``method(system, x, r, norms, targets)`` improves x (k, n) in place; returns whether its residual is small enough.
@@ -197,7 +197,7 @@ def diagnosis(system: System) -> str:
 def _contrast(system: System, image_1: LocalArray, image_2: LocalArray, mean: np.ndarray) -> float:
     """Return the factor by which some rows of the operator are smaller than the mean; 0 if few rows are very small."""
     squares = np.abs(image_1) ** 2 + np.abs(image_2) ** 2
-    is_small = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
+    is_small = (squares > 0.0) & (squares < column(squares, _CONTRAST**2 * mean))
     local = [on_host(np.sum(rows, axis=1)) for rows in (is_small, np.where(is_small, squares, 0.0))]
     count, total = np.real(system.sums(np.array(local, float)))
     # With random signs, entries cancel in at most about one row in sixteen.

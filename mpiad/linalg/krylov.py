@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -25,7 +25,14 @@ import scipy.linalg
 from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.iteration import diagnosis, require_iterations
-from mpiad.linalg.system import ADVICE_FOR_COPIES, AnySystem, System, preconditioned_product, preconditioned_start
+from mpiad.linalg.system import (
+    ADVICE_FOR_COPIES,
+    AnySystem,
+    Iterations,
+    System,
+    preconditioned_product,
+    preconditioned_start,
+)
 from mpiad.linalg.vectors import are_finite, are_within, column, combined, inner, is_nearly_real, products
 from mpiad.programs import jit
 
@@ -276,11 +283,8 @@ def _product(system: AnySystem, v: LocalArray) -> tuple[LocalArray]:
     return (preconditioned_product(system, v)[1],)
 
 
-# BiCGStab: two products and two reductions per iteration, without a stored basis.
-#
-# An iteration is computed in two halves, so that no message follows the reduction in a half: if its sums aren't finite, all
-# ranks find out why. The norm of the next residual and its inner product with the shadow residual follow from the second
-# reduction.
+# BiCGStab: two products and two reductions per iteration, without a stored basis. The norm of the next residual and its
+# inner product with the shadow residual follow from the second reduction.
 #
 # References
 # ----------
@@ -297,48 +301,38 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     """Improve the solutions of nonsingular systems until convergence or breakdown; this is a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
-    targets, start = targets * scale, x
-    r = p = first
+    targets = targets * scale
     # The shadow residual is equal to the first residual, so their inner product is the square of its norm.
-    numbers = np.stack([norms**2, norms, norms, targets]).astype(np.result_type(r.dtype, float))
-    remaining, is_broken = (norms > targets).any(), False
-    while remaining and not is_broken:
+    numbers = np.stack([norms**2, norms, norms, targets]).astype(np.result_type(first.dtype, float))
+    iterations = Iterations(system, _bicgstab_iteration, (x, first, first, numbers), 6, (first,))
+    is_last, is_broken = not (norms > targets).any(), 0
+    while not is_last:
         require_iterations(system, targets / scale)
-        x, r, v, alpha, sums, (invalid,) = system.run(_step_along_p, x, r, first, p, numbers)
+        numbers, sums, (invalid, is_last, is_broken) = iterations.following()
         if invalid:
-            system.require_finite(sums, v, _PRODUCT)
-        before = r
-        x, r, p, numbers, sums, counts = system.run(_step_along_r, x, r, first, p, v, alpha, numbers)
-        invalid, is_broken, remaining = counts.tolist()
-        if invalid:
-            system.require_finite(sums, preconditioned_product(system, before)[1], _PRODUCT)
+            _explain_bicgstab(system, first, iterations.before, sums)
         system.note(numbers[1].real / scale)
-    start[...] = x
+    x[...] = iterations.end()[0]
     return not is_broken
 
 
-# The rows of `numbers` are, for each system: the inner product of residual and shadow residual, the norms of the residual
-# now and at the start, and the target.
-
-
-def _step_along_p(
-    system: AnySystem, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, numbers: LocalArray
+def _bicgstab_iteration(
+    system: AnySystem, x: LocalArray, r: LocalArray, p: LocalArray, numbers: LocalArray, shadow: LocalArray
 ) -> tuple[LocalArray, ...]:
-    """Make r orthogonal to the shadow residual; return also A p, the length, the sums, and the count of invalid sums."""
-    change, v = preconditioned_product(system, p)
-    sums = system.dots((shadow, v))
-    alpha = _quotient(numbers[0], sums[0], numbers[1].real > numbers[3].real)
-    x, r = system.updated(_along_p, (x, r, change, v), (alpha,))
-    return x, r, v, alpha, sums, anp.sum(1.0 * ~anp.isfinite(anp.abs(sums)), axis=1)
+    """Return the next vectors and numbers, the sums, and counts.
 
-
-def _step_along_r(
-    system: AnySystem, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, v: LocalArray, alpha: LocalArray,
-    numbers: LocalArray,
-) -> tuple[LocalArray, ...]:  # fmt: skip
-    """Minimize |r|; return vectors, numbers, sums, and the numbers of invalid, broken-down and unconverged systems."""
+    The counts are those of systems with invalid sums, and whether this iteration is the last, and whether the reason is a
+    breakdown. The rows of `numbers` are, for each system: the inner product of residual and shadow residual, the norms of
+    the residual now and at the start, and the target.
+    """
     rho_before, (norms, at_start, targets) = numbers[0], numbers[1:].real
     active = norms > targets
+    # The residual becomes orthogonal to the shadow residual.
+    change, v = preconditioned_product(system, p)
+    first_sums = system.dots((shadow, v))
+    alpha = _quotient(rho_before, first_sums[0], active)
+    x, r = system.updated(_along_p, (x, r, change, v), (alpha,))
+    # Its norm becomes minimal.
     change, t = preconditioned_product(system, r)
     sums = system.dots((t, r), (t, t), (r, r), (shadow, r), (shadow, t))
     tr, tt, rr, sr, st = sums
@@ -352,9 +346,21 @@ def _step_along_r(
     norms = anp.where(active, anp.sqrt(anp.maximum(square, 0.0)), norms)
     is_broken = anp.abs(rho) <= _BREAKDOWN * norms * at_start
     is_broken = is_broken | (alpha * omega == 0.0) | (norms > _DIVERGED * at_start)
-    remaining, is_finite = active & (norms > targets), anp.isfinite(anp.sum(anp.abs(sums), axis=0))
-    counts = anp.sum(1.0 * anp.stack([~is_finite, is_broken & remaining, remaining]), axis=1)
+    remaining, sums = active & (norms > targets), anp.concatenate([first_sums, sums])
+    is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=0))
+    invalid, remaining, broken = anp.sum(1.0 * anp.stack([~is_finite, remaining, is_broken & remaining]), axis=1)
+    counts = anp.stack([invalid, 1.0 * ((remaining == 0.0) | (broken > 0.0)), broken])
     return x, r, p, anp.stack([rho, norms, at_start, targets]), sums, counts
+
+
+def _explain_bicgstab(system: System, shadow: LocalArray, before: Sequence[LocalArray], sums: np.ndarray) -> None:
+    """Raise the error of an iteration with invalid sums, on all ranks; `before`: the state before its vector updates."""
+    x, r, p, numbers = before
+    change, v = preconditioned_product(system, p)
+    system.require_finite(sums[:1], v, _PRODUCT)
+    alpha = _quotient(numbers[0], sums[0], numbers[1].real > numbers[3].real)
+    _, r = system.updated(_along_p, (x, r, change, v), (alpha,))
+    system.require_finite(sums, preconditioned_product(system, r)[1], _PRODUCT)
 
 
 def _quotient(a: LocalArray, b: LocalArray, active: LocalArray) -> LocalArray:
@@ -377,39 +383,38 @@ def _along_r(
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`."""
-    start, p, s = x, system.full(0.0), system.full(0.0)
+    p, s = system.full(0.0), system.full(0.0)
     # Initially r·z is infinite, so that β is zero in the first iteration.
     numbers, norm_known = np.array([norms, norms, norms, norms, targets]), True
     numbers[0] = numbers[3] = np.inf
     numbers[1] = 0.0
+    iterations = Iterations(system, _cg_iteration, (x, r, p, s, numbers), 3)
     while not (norm_known and are_within(norms, targets)):
-        before = r, numbers
-        x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)
-        invalid, large, far = counts.tolist()
+        numbers, sums, (invalid, is_last, far) = iterations.following()
         if invalid:
-            _explain_cg(system, *before, sums)
+            _explain_cg(system, iterations.before, sums)
         if not norm_known:
             norms = numbers[2]
             system.note(norms)
-        if not large:
+        if is_last:
             break
         require_iterations(system, targets)
-        norm_known = not far
+        norm_known = not (far or iterations.is_ahead)
         if norm_known:
-            norms = system.norms(r)
+            norms = system.norms(iterations.state[1])
             system.note(norms)
-    start[...] = x
+    x[...] = iterations.end()[0]
     return True
 
 
 def _cg_iteration(
     system: AnySystem, x: LocalArray, r: LocalArray, p: LocalArray, s: LocalArray, numbers: LocalArray
 ) -> tuple[LocalArray, ...]:
-    """Return the next vectors and numbers, the sums, and three counts of systems.
+    """Return the next vectors and numbers, the sums, and counts.
 
-    The counts are those of systems with invalid sums, with residuals above the target, and far above it. The rows of
-    `numbers` are, for each system: r·z and p·Ap of the last iteration, the norm of r before it, the shortest step so far,
-    and the target.
+    The counts are those of systems with invalid sums, whether no residual is above the target, and the number of residuals
+    far above it. The rows of `numbers` are, for each system: r·z and p·Ap of the last iteration, the norm of r before it,
+    the shortest step so far, and the target.
     """
     rz_before, curvature_before, norms_before, shortest, targets = numbers
     z = system.precondition(r)
@@ -432,7 +437,8 @@ def _cg_iteration(
     # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
     # computed by an additional reduction.
     is_far = norms * norms > 2.0 * targets * norms_before
-    counts = anp.sum(1.0 * anp.stack([~is_finite | active & ~is_valid, active, is_far]), axis=1)
+    invalid, large, far = anp.sum(1.0 * anp.stack([~is_finite | active & ~is_valid, active, is_far]), axis=1)
+    counts = anp.stack([invalid, 1.0 * (large == 0.0), far])
     return x, r, p, s, anp.stack(numbers), sums, counts
 
 
@@ -444,8 +450,9 @@ def _cg_update(
     return x + alpha * p, r - alpha * s, p, s
 
 
-def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.ndarray) -> None:
-    """Raise the error of an iteration with invalid numbers, on all ranks; the arguments precede its vector updates."""
+def _explain_cg(system: System, before: Sequence[LocalArray], sums: np.ndarray) -> None:
+    """Raise the error of an iteration with invalid numbers, on all ranks; `before`: the state before its vector updates."""
+    _, r, _, _, numbers = before
     z = system.precondition(r)
     w = system.apply(z)
     (rr, rz, wz), (rz_before, curvature_before, *_, targets) = sums, numbers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import cmath
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -20,7 +21,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.compiled_iteration import Iteration, Operator, TracedSystem
+from mpiad.linalg.compiled_iteration import RECORDED, Cycle, Iteration, Operator, TracedSystem
 from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import positive_count
@@ -121,6 +122,7 @@ class System:
         self.usable: LocalArray | None = None  # argument for repeating a failed call of a user function; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
+        self.may_run_ahead = False  # whether all ranks have arrays on devices, and operators whose iterations are compiled
         self.has_inverse = False  # whether the preconditioner is the inverse, the start of an iteration
         self.diagnose = diagnose  # explains failures instead of `iteration.diagnosis`; collective
         self._programs: dict[tuple, Iteration] = {}  # by iteration and shape
@@ -128,7 +130,7 @@ class System:
         self._xp: Any = arrays_of(like)
         # From which iterations are compiled; None if they are interpreted.
         has_kernels = self._xp is None or getattr(self._xp, "launcher", None) is not None
-        self._operator = operator if has_kernels and self.dtype.kind == "f" else None
+        self.operator = operator if has_kernels and self.dtype.kind == "f" else None
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
@@ -136,6 +138,7 @@ class System:
         self.units: np.ndarray | float = 1.0
         self.units_of_rows: Array = 1.0
         self._name = name
+        self._is_in_iteration = False  # ranks with a program of the iteration see failures of others at its end
         self._may_have_raised = False  # whether a user function was called since the last sum; the same on all ranks
 
     @property
@@ -204,29 +207,36 @@ class System:
     def run(self, iteration: Iteration, *state: LocalArray) -> Sequence[Array]:
         """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
 
-        If an iteration reduces, its last results are the sums, after which it doesn't communicate, and an array whose first
-        number is the number of systems with invalid sums. If sums aren't finite since a user function has failed on any
-        rank, all ranks raise. The shape of the first array determines the others.
+        If an iteration reduces, its last results are its sums, and an array whose first number is the number of systems
+        with invalid sums; no communication follows these. If sums aren't finite since a user function has failed on
+        any rank, all ranks raise after the iteration. The shape of the first array determines the others.
         """
-        key = iteration, state[0].shape
-        program = self._programs.get(key)
-        if program is None:
-            if self._operator is None:
-                return iteration(self, *state)
-            program = self._operator.program(iteration, state)
-            if program is None:
-                return self._operator.interpreted(iteration, self, state)
-            self._programs[key] = program
+        self._is_in_iteration = True
         try:
-            made = program(*state)
-        except Changed as change:  # for example, other ranks have other numbers of rows than in the last solve
-            self._programs.clear()
-            return self._operator.continued(iteration, self, state, change)  # type: ignore[union-attr]
+            made = self._run(iteration, state)
+        finally:
+            self._is_in_iteration = False
         if len(made) > 1:
             self._may_have_raised = False
             if made[-1][0]:
                 self.require_no_failure(made[-2])
         return made
+
+    def _run(self, iteration: Iteration, state: tuple) -> Sequence[Array]:
+        key = iteration, state[0].shape
+        program = self._programs.get(key)
+        if program is None:
+            if self.operator is None:
+                return iteration(self, *state)
+            program = self.operator.program(iteration, state)
+            if program is None:
+                return self.operator.interpreted(iteration, self, state)
+            self._programs[key] = program
+        try:
+            return program(*state)
+        except Changed as change:  # for example, other ranks have other numbers of rows than in the last solve
+            self._programs.clear()
+            return self.operator.continued(iteration, self, state, change)  # type: ignore[union-attr]
 
     def updated(
         self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]
@@ -256,12 +266,13 @@ class System:
         with self.failures:
             sums = mpi_allreduce(doubles, comm=self.settings.comm)
         self._may_have_raised = False
-        self.require_no_failure(sums)
+        if not self._is_in_iteration:
+            self.require_no_failure(sums)
         return sums
 
     def require_no_failure(self, sums: np.ndarray) -> None:
         """Raise on all ranks if sums aren't finite since a user function has failed on any rank."""
-        if sums.size and not cmath.isfinite(sums.item(0)):  # after a failure, all sums are NaN
+        if sums.size and not cmath.isfinite(sums.item(-1)):  # after a failure, all sums are NaN
             self.failures.raise_together()
 
     def settle(self) -> None:
@@ -276,8 +287,10 @@ class System:
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
         local, k, s = lengths(b), self.count, self.settings
-        sums = self.sums(np.array([*[x * x for x in local], *local, self.length]))
-        norms, size, self.unknowns = np.sqrt(sums[:k]), sums[k:-1], int(sums[-1])
+        has_programs = self._xp is not None and self.operator is not None
+        sums = self.sums(np.array([*[x * x for x in local], *local, self.length, has_programs]))
+        norms, size, self.unknowns = np.sqrt(sums[:k]), sums[k:-2], int(sums[-2])
+        self.may_run_ahead = sums[-1] == channel(s.comm, s.call).size
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         self.limit = min(10 * self.unknowns * k, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
@@ -324,6 +337,79 @@ class System:
             self.history,
         )
         raise agreed(channel(self.settings.comm, self.settings.call), error)
+
+
+def interval(iterations: int) -> int:
+    """Return the number of iterations until the host looks; those after the last one cost as much as others."""
+    return min(1 + iterations // 8, RECORDED)
+
+
+class Iterations:
+    """The iterations of a method from a state, whose numbers are returned one by one.
+
+    On devices, iterations run ahead of the host as soon as all ranks have their programs (see `compiled_iteration.ahead`).
+    The last array of the state contains the numbers; `constants` are further arguments, which don't change; `sums` is the
+    number of sums in an iteration.
+    """
+
+    def __init__(self, system: System, iteration: Iteration, state: tuple, sums: int, constants: tuple = ()):
+        self._system, self._iteration, self._sums, self._constants = system, iteration, sums, constants
+        self._state = self._before = state
+        self._cycle: Cycle | None = None
+        self._records = deque[tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        self._until_request = 0  # iterations until the ranks ask each other again whether they have programs
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the state may be that of a later iteration than the last one that was returned."""
+        return self._cycle is not None
+
+    @property
+    def state(self) -> Sequence[LocalArray]:
+        """The arrays of the state after the last iteration, on the device if there is one."""
+        return self._state if self._cycle is None else self._cycle.state
+
+    @property
+    def before(self) -> list[LocalArray]:
+        """The state before an iteration with invalid sums, with numbers on the host."""
+        *rows, numbers = self._before if self._cycle is None else self._cycle.state
+        return [*rows, on_host(numbers)]
+
+    def following(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the numbers, sums and counts of the next iteration, on the host."""
+        if not self._records:
+            self._run()
+        return self._records.popleft()
+
+    def _run(self) -> None:
+        count = interval(self._system.iterations)
+        if self._cycle is None and self._system.may_run_ahead and not self._until_request:
+            self._cycle, self._until_request = self._new_cycle(), count
+        if self._cycle is not None:
+            self._records.extend(self._cycle.run(count))
+            return
+        self._until_request = max(self._until_request - 1, 0)
+        self._before = self._state
+        *self._state, sums, counts = self._system.run(self._iteration, *self._before, *self._constants)
+        self._records.append((self._state[-1], sums, counts))
+
+    def _new_cycle(self) -> Cycle | None:
+        """Return a cycle if all ranks have one; collective."""
+        group = channel(self._system.settings.comm, self._system.settings.call)
+        operator: Any = self._system.operator  # all ranks have one, see `System.may_run_ahead`
+        cycle = operator.cycle(self._iteration, tuple(self._state), self._sums, self._constants)
+        lacking = np.array([cycle is None], np.int64)
+        group.data.Allreduce(lacking.copy(), lacking, MAX)
+        if cycle is not None and lacking[0]:
+            cycle.close()
+        return None if lacking[0] else cycle
+
+    def end(self) -> Sequence[LocalArray]:
+        """Return the state after the last iteration; there are no further ones."""
+        state = self.state
+        if self._cycle is not None:
+            self._cycle.close()
+        return state
 
 
 AnySystem: TypeAlias = System | TracedSystem

@@ -16,6 +16,7 @@ arrays; scratch memory is taken from the device's pool in each run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -31,11 +32,12 @@ from mpiad.programs.device_loops import THREADS, DeviceLoop, LoopKernel, compile
 from mpiad.programs.device_words import Words
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
-from mpiad.programs.message_numbers import MessageNumbers, is_numbered
+from mpiad.programs.memory_plan import SMALL
+from mpiad.programs.message_numbers import MessageNumbers, Numbers, is_numbered
 from mpiad.programs.overlap import interior
 from mpiad.programs.replay import Changed, Replays, call_at, is_checked
 from mpiad.programs.traced_array import Step, mapped
-from mpiad.transport.devices.device_arrays import ArrayModule, Launch, is_device_array, launcher_of
+from mpiad.transport.devices.device_arrays import ArrayModule, Launch, copied, is_device_array, launcher_of
 
 _PARTIAL = -1  # in place of a buffer: the partial results of sums
 # Minimum number of entries of a loop that is divided to overlap with messages. A smaller one takes less time than the
@@ -105,6 +107,10 @@ class DeviceReplays(Replays):
                 f"{self.launcher.free_bytes():,} are free. Use smaller blocks, or for a loop in time scan with checkpoints."
             ) from error
 
+    def scratch_memory(self) -> Array:
+        """Return new scratch memory for a run."""
+        return self.empty("arrays that it computes", (self.scratch.size,))
+
     def constant(self, place: int) -> Array:
         """Return a constant of the program; one from the host is copied to the device once."""
         found = self.schedule.program.constants[place]
@@ -119,6 +125,61 @@ def replays_of(program: ArrayProgram) -> Replays:
     """Return the replays of a program for arrays on the host or on a device."""
     schedule = Schedule(program)
     return Replays(schedule) if program.device is None else DeviceReplays(schedule, program.device)
+
+
+@dataclass(eq=False)
+class _Fixed:
+    """Memory at the same addresses in all runs of a replay, so that no words are copied to the device between them."""
+
+    results: Sequence[Array]  # the outputs
+    scratch: Array
+    _stored: dict[int, Array] = field(default_factory=dict)  # small results of calls
+
+    def stored(self, b: int, value: Array) -> Array:
+        """Return a result of a call; if it is small, in the place of this result in earlier runs."""
+        if value.nbytes > SMALL or not value.size:
+            return value
+        if b in self._stored:
+            self._stored[b][...] = value
+        else:
+            self._stored[b] = copied(value)
+        return self._stored[b]
+
+
+class DeviceCycle:
+    """Runs of a program whose outputs are the first inputs of the next run, without copies between host and device.
+
+    The outputs replace the inputs: two replays write to two sets of arrays in turn.
+    """
+
+    def __init__(self, replays: DeviceReplays, params: Sequence[Array], state: Sequence[Array], constants: Sequence[Array]):
+        device = replays.device
+        self.state = [device.copy(x) for x in state]
+        self._params, self._rest = (
+            [device.contiguous(x) if is_device_array(x) else x for x in xs] for xs in (params, constants)
+        )
+        scratch = replays.scratch_memory()
+        self._next = [device.empty(x.shape, x.dtype) for x in state]
+        self._replays = [replays.take(), replays.take()]
+        for replay, results in zip(self._replays, (self._next, self.state)):
+            replay.fixed = _Fixed(results, scratch)
+
+    def run(self, numbers: Numbers) -> None:
+        """Replace the state by the outputs; `numbers`: see `MessageNumbers`."""
+        replay = self._replays[0]
+        replay.numbers.known = numbers
+        made = replay.first(*self._params, *self.state, *self._rest)
+        for value, place in zip(made, self._next):
+            if value is not place:
+                place[...] = value
+        self.state, self._next = self._next, self.state
+        self._replays.reverse()
+
+    def close(self) -> None:
+        """Give back the replays, after the last run."""
+        for replay in self._replays:
+            replay.fixed = None
+            replay.replays.give_back(replay)
 
 
 class DeviceLease:
@@ -162,6 +223,7 @@ class DeviceReplay:
         self._partial = replays.empty("sums", (count,), float)
         self._words.store(_PARTIAL, self._device.pointer(self._partial))
         self._scratch: Array = None
+        self.fixed: _Fixed | None = None
         self._scratched = [b for b, allocation in replays.allocations.items() if allocation.is_scratch]
         self.is_numbered = any(map(self._is_numbered, self.schedule.steps))
         ends = pairwise([0, *self.schedule.program.ends, len(self.schedule.outputs)])
@@ -260,7 +322,7 @@ class DeviceReplay:
             if self.is_numbered:
                 self.numbers.begin()
         if self.replays.scratch.size:
-            self._scratch = self.replays.empty("arrays that it computes", (self.replays.scratch.size,))
+            self._scratch = self.replays.scratch_memory() if self.fixed is None else self.fixed.scratch
             base = self._device.pointer(self._scratch)
             for b in self._scratched:
                 self._words.store(b, base + self.replays.allocations[b].start)
@@ -271,7 +333,8 @@ class DeviceReplay:
             elif kind == "constant":
                 self._bind(b, self.replays.constant(data))
             elif kind == "output":
-                self._bind(b, self.replays.empty("its results", shape, dtype))
+                made = None if self.fixed is None else self.fixed.results[data]
+                self._bind(b, self.replays.empty("its results", shape, dtype) if made is None else made)
         for step in part.steps:
             step()
         made = [self._result(place) for place in part.outputs]
@@ -326,7 +389,7 @@ class DeviceReplay:
         if node.kind == "call" and is_device_array(value) and (value.shape, value.dtype) != (found.shape, found.dtype):
             communicates = any(other.kind == "communicate" for other in self.nodes)
             raise Changed(value, node, None if communicates else self.log)
-        self._bind(b, value)
+        self._bind(b, value if self.fixed is None or not is_device_array(value) else self.fixed.stored(b, value))
 
     def _in_place(self, at: int, step: Run) -> Callable[[], object]:
         """Return the function that runs an operator in its buffer."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.sparse.linalg
 from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
 from mpiad import Domain
-from mpiad.linalg import compiled_iteration, newton, solve
+from mpiad.errors import ConvergenceError
+from mpiad.linalg import compiled_iteration, newton, solve, system
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()
 _N = 13
@@ -118,3 +123,164 @@ def test_arrays_in_two_places_are_refused_by_name():
         solve(lambda u: on_device(u), on_host(b))
     with pytest.raises(TypeError, match="x0 and b must be on one device"):
         solve(matvec, b, kappa, x0=on_host(b))
+
+
+# Iterations that run ahead of the host.
+
+
+@pytest.fixture(params=[1, 3, 32])
+def looks(request, monkeypatch):
+    """The number of iterations between two looks of the host, in solves whose iterations are compiled from the first on."""
+    if os.environ.get("DEVICE_ARRAYS") != "cupy" and importlib.import_module("device_on_cpu").COMPILER is None:
+        pytest.skip("there is no compiler of C++")
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 0)
+    monkeypatch.setattr(compiled_iteration, "_known", [])
+    monkeypatch.setattr(system, "interval", lambda iterations: request.param)
+    return request.param
+
+
+def _solved(put, looks, rows=6, columns=5, lead=(), dtype=float, **settings):
+    """Return the solution on the host, and the norms of all residuals, of a diffusion on the blocks of all ranks."""
+    domain, convection = Domain((rows * _SIZE, columns), halo=1), 0.0 if settings.get("method", "cg") == "cg" else 0.3
+    rng, norms = np.random.default_rng(_RANK), []
+    kappa, b = 0.1 + rng.random(domain.local_shape), rng.normal(size=(*lead, *domain.local_shape))
+    b[1:2] *= 0.0 if lead else 1.0
+
+    def matvec(u, kappa):
+        p = domain.exchange(u)
+        beside = (1 + convection) * p[..., 2:, 1:-1] + (1 - convection) * p[..., :-2, 1:-1]
+        return (4.0 + kappa) * u - beside - p[..., 1:-1, 2:] - p[..., 1:-1, :-2]
+
+    given = put(b.astype(dtype)), put(kappa.astype(dtype))
+    u = solve(matvec, *given, **{"rtol": 1e-10, "callback": norms.append, "batch": len(lead), **settings})
+    assert type(u) is type(given[0]) and u.dtype == dtype
+    return on_host(u), norms
+
+
+def _is_ahead():
+    return [
+        True
+        for known in compiled_iteration._known
+        for key, found in known.programs.items()
+        if found and "masked" in str(key)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lead": (3,)}, {"dtype": np.float32, "rtol": 1e-4}, {"preconditioner": lambda r, kappa: r / (4 + kappa)}],
+)
+@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, method, settings):
+    settings = {**settings, "method": method}
+    u, norms = _solved(on_device, looks, **settings)
+    assert len(_is_ahead()) == 1
+    known, of_host = _solved(np.asarray, looks, **settings)
+    rtol = 1e-3 if settings.get("dtype") is np.float32 else 1e-8
+    np.testing.assert_allclose(u, known, rtol=rtol, atol=rtol)
+    assert len(norms) == len(of_host)
+    np.testing.assert_allclose(norms[:10], of_host[:10], rtol=rtol)
+    monkeypatch.setattr(system, "interval", lambda iterations: 1 + iterations % 5)
+    again, same = _solved(on_device, looks, **settings)
+    np.testing.assert_array_equal(again, u)
+    assert same == norms
+
+
+@pytest.mark.serial
+def test_iterations_are_those_of_scipy(looks):
+    """SciPy's conjugate gradients: the same residuals, and the same number of iterations."""
+    u, norms = _solved(on_device, looks, 9, 8)
+    rng = np.random.default_rng(0)
+    kappa, b = 0.1 + rng.random((9, 8)), rng.normal(size=(9, 8))
+    line = lambda n: np.eye(n, k=1) + np.eye(n, k=-1)  # noqa: E731
+    matrix = np.diag(4 + kappa.ravel()) - np.kron(line(9), np.eye(8)) - np.kron(np.eye(9), line(8))
+    known = []
+    x, _ = scipy.sparse.linalg.cg(
+        matrix, b.ravel(), rtol=1e-10, callback=lambda x: known.append(np.linalg.norm(b.ravel() - matrix @ x))
+    )
+    np.testing.assert_allclose(u.ravel(), x, rtol=1e-8)
+    assert len(norms) == len(known)
+    np.testing.assert_allclose(norms[:20], known[:20], rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+def test_between_looks_nothing_is_copied_but_messages(looks, monkeypatch, method):
+    copies, original = [], compiled_iteration.Cycle.run
+
+    def counted(cycle, iterations):
+        before = transfers.h2d, transfers.d2h
+        made = original(cycle, iterations)
+        copies.append((transfers.h2d - before[0], transfers.d2h - before[1]))
+        return made
+
+    monkeypatch.setattr(compiled_iteration.Cycle, "run", counted)
+    norms = _solved(on_device, looks, method=method)[1]
+    assert len(copies) == -(-(len(norms) + (method == "cg")) // looks)
+    # An exchange and a sum with each product.
+    messages = 0 if _SIZE == 1 else looks * (2 if method == "cg" else 4)
+    for k, (to_device, to_host) in enumerate(copies):
+        assert to_host == messages + 1
+        # The addresses of arrays are copied before the first uses of both replays.
+        assert to_device == messages or k * looks < 2 and to_device <= messages + 10
+
+
+@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@pytest.mark.parametrize("case", ["zero", "solved", "one step"])
+def test_nothing_to_do(looks, method, case):
+    b = {"zero": np.zeros(4), "solved": np.arange(1.0, 5.0), "one step": np.arange(1.0, 5.0)}[case]
+    norms = []
+    x0 = on_device(b / 2) if case == "solved" else None
+    u = solve(lambda u: 2.0 * u, on_device(b), method=method, x0=x0, callback=norms.append)
+    np.testing.assert_allclose(on_host(u), b / 2, rtol=1e-15)
+    assert len(norms) == (case == "one step")
+
+
+@pytest.mark.parametrize("maxiter", [1, 4, 6, 7])
+@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+def test_failures_are_those_of_the_host(looks, method, maxiter):
+    """The number of iterations is exceeded between two looks."""
+    errors = []
+    for put in (on_device, np.asarray):
+        with pytest.raises(ConvergenceError, match=f"within maxiter={maxiter} iterations") as raised:
+            _solved(put, looks, method=method, maxiter=maxiter)
+        errors.append(raised.value)
+    assert len(errors[0].history) == len(errors[1].history) == maxiter + 1
+    np.testing.assert_allclose(errors[0].history, errors[1].history, rtol=1e-10)
+
+
+@pytest.mark.serial
+def test_operators_that_a_method_cannot_solve(looks):
+    """Indefinite, singular and unsymmetric operators, a breakdown, NaN and overflow: the errors and results of the host."""
+    d = np.linspace(-1.0, 3.0, 8)
+    skew = np.kron(np.eye(4), np.array([[0.0, 1.0], [-1.0, 0.0]]))
+    zero = np.diag(np.arange(8.0))
+    products = {
+        "indefinite": (lambda u, a: a * u, d, "cg"), "singular": (lambda u, a: a @ u, zero, "cg"),
+        "skew": (lambda u, a: a @ u, skew, "bicgstab"), "unsymmetric": (lambda u, a: u + 3 * (a @ u), skew + zero, "cg"),
+        "nan": (lambda u, a: anp.sqrt(a) * u, d, "bicgstab"),
+        "huge": (lambda u, a: (a * 1e200) * (u * 1e200), d, "bicgstab"),
+    }  # fmt: skip
+    for name, (matvec, a, method) in products.items():
+        outcomes = []
+        for put in (on_device, np.asarray):
+            try:
+                with np.errstate(all="ignore"):
+                    outcomes.append(on_host(solve(matvec, put(np.ones(8)), put(a), method=method)).round(6).tolist())
+            except Exception as error:  # noqa: BLE001
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1], name
+    assert _is_ahead()
+
+
+@pytest.mark.parametrize("kind", ["host", "interpreted"])
+@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+def test_ranks_without_programs(looks, method, kind):
+    """The last rank has its arrays on the host, or its operator can't be compiled."""
+    is_last = _RANK == _SIZE - 1
+    read = iter(()) if is_last and kind == "interpreted" else ()
+    put = np.asarray if is_last and kind == "host" else on_device
+    matvec, b, kappa = _problem(put)
+    u = solve(lambda u, kappa: matvec(u, kappa) + len([*read]), b, kappa, method=method, rtol=1e-11)
+    matvec, b, kappa = _problem(np.asarray)
+    np.testing.assert_allclose(on_host(u), solve(matvec, b, kappa, method=method, rtol=1e-11), rtol=1e-8)
+    assert not _is_ahead() or _SIZE > 1
