@@ -11,7 +11,6 @@ program checks the shapes; if one differs, since other ranks have other numbers 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -200,25 +199,19 @@ class Operator:
 
         return run
 
-    def cycle(self, iteration: Iteration, state: tuple, sums: int, constants: tuple) -> Cycle | None:
-        """Return the runs of an iteration ahead of the host, from a state; None if this time it has no such program.
-
-        `sums` is the number of sums of an iteration, for each system. The last array of the state contains numbers.
-        """
-        known, count = self._known, len(state)
+    def cycle(self, iteration: Iteration, state: tuple, constants: tuple) -> Cycle | None:
+        """Return repeated runs of an iteration on a device, from a state; None if this time it has no program."""
+        known = self._known
         if known is None:
             return None
-        numbers = state[-1].size + sums * len(state[0]) + COUNTS
-        state = *state, np.eye(2, 1 + RECORDED).sum(axis=0), np.zeros((RECORDED, numbers)), *constants
-        program = self._compiled(known, _key(ahead(iteration, count), state), state, known.runs + 1)
-        if (
-            program is None or program.entry.replays.checked
-        ):  # a program that raises `Changed` might leave other ranks alone
+        given = *state, *constants
+        program = self._compiled(known, _key(iteration, given), given, known.runs + 1)
+        if program is None or program.entry.replays.checked:  # one that raises `Changed` might leave other ranks alone
             return None
         note_channels(program.entry.channels)
-        given, replays = _on_device(program.entry.device, state), program.entry.replays
-        runs = DeviceCycle(cast(DeviceReplays, replays), self._leaves(), given[: count + 2], given[count + 2 :])
-        return Cycle(known, program.entry, runs, numbers_of(program.messages, program.counts, self._counts), count)
+        arrays, replays = _on_device(program.entry.device, given), program.entry.replays
+        runs = DeviceCycle(cast(DeviceReplays, replays), self._leaves(), arrays[: len(state)], arrays[len(state) :])
+        return Cycle(known, program.entry, runs, numbers_of(program.messages, program.counts, self._counts))
 
     def _compiled(self, known: _Known, key: tuple, state: tuple, runs: int) -> _Program | None:
         if key not in known.programs and not known.needs_notes and known.is_due(runs):
@@ -296,30 +289,29 @@ class Operator:
         return found
 
 
+@dataclass(eq=False)
 class Cycle:
-    """Iterations that run ahead of the host; see `ahead`."""
+    """Runs of an iteration on a device, whose results are the state of the next one; nothing is copied to the host."""
 
-    def __init__(self, known: _Known, entry: Entry, runs: DeviceCycle, numbers: Numbers, count: int):
-        self._known, self._entry, self._runs, self._numbers, self._count = known, entry, runs, numbers, count
-        self._place, self._sizes = 0, (runs.state[count - 1].shape, len(runs.state[0]))
-        self.close = runs.close
+    _known: _Known
+    _entry: Entry
+    _runs: DeviceCycle
+    _numbers: Numbers
 
     @property
     def state(self) -> list[LocalArray]:
-        """The arrays of the state on the device."""
-        return self._runs.state[: self._count]
+        """The arrays of the state on the device, which the next but one run overwrites."""
+        return self._runs.state
 
-    def run(self, iterations: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Run iterations; return the numbers, sums and counts of each."""
-        for _ in range(iterations):
-            count(self._entry.communications)
-            self._runs.run(self._numbers)
-        self._known.runs += iterations
-        record = np.roll(on_host(self._runs.state[-1]), -self._place, 0)[:iterations]
-        self._place = (self._place + iterations) % RECORDED
-        shape, systems = self._sizes
-        size = math.prod(shape)
-        return [(x[:size].reshape(shape), x[size:-COUNTS].reshape(-1, systems), x[-COUNTS:]) for x in record]
+    def run(self) -> None:
+        """Replace the state by the results of an iteration."""
+        count(self._entry.communications)
+        self._known.runs += 1
+        self._runs.run(self._numbers)
+
+    def close(self) -> None:
+        """End the runs."""
+        self._runs.close()
 
 
 def _key(iteration: Iteration, state: tuple) -> tuple:

@@ -13,17 +13,23 @@ Applied Mathematics 25 (1989), algorithm 2.2 with s = 1.
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import autograd.numpy as anp
 import numpy as np
 import scipy.linalg
 
 from mpiad._typing import Array, LocalArray
+from mpiad.compiling.c_translation import PRELUDE, c_statements
 from mpiad.compiling.cache import functions_of
+from mpiad.compiling.source import indented
+from mpiad.linalg.compiled_iteration import Cycle
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import (
     ADVICE_FOR_COPIES,
@@ -33,8 +39,21 @@ from mpiad.linalg.system import (
     preconditioned_product,
     preconditioned_start,
 )
-from mpiad.linalg.vectors import are_finite, are_within, column, combined, inner, is_nearly_real, products
+from mpiad.linalg.vectors import (
+    are_finite,
+    are_within,
+    column,
+    combined,
+    inner,
+    is_nearly_real,
+    on_host,
+    products,
+    products_there,
+)
+from mpiad.primitives import mpi_allreduce
 from mpiad.programs import jit
+from mpiad.programs.device_loops import OPTIONS
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, launcher_of
 
 # Krylov spaces of several systems for GMRES, with one reduction per vector, on arrays or, for doubles, by kernels.
 #
@@ -48,7 +67,8 @@ from mpiad.programs import jit
 # proportional to the conjugate of V y, and its norm is |r| / |y|. A least-squares problem is solved only for the solution.
 #
 # For vectors of doubles on the host, kernels compute the products and the step. They are written in the kernel language
-# and compiled from the source code of this file (see `mpiad.compiling.translation`).
+# and compiled from the source code of this file (see `mpiad.compiling.translation`). For vectors of doubles on a device,
+# one thread of the device runs the kernel of the coefficients, so that steps run ahead of the host.
 #
 # References
 # ----------
@@ -57,11 +77,16 @@ from mpiad.programs import jit
 # residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
 
 
-def arnoldi_of(first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int) -> Arnoldi:
+def arnoldi_of(system: System, first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int) -> Arnoldi:
     """Return the spaces of residuals `first` (k, n) with given norms and targets, for up to `length` steps."""
     # The ranks must take the same decisions, so the number of this rank's unknowns has no influence.
-    is_compiled = type(first) is np.ndarray and first.dtype == np.float64
-    return (CompiledArnoldi if is_compiled else Arnoldi)(first, norms, targets, length)
+    if type(first) is np.ndarray and first.dtype == np.float64:
+        return CompiledArnoldi(first, norms, targets, length)
+    if system.may_run_ahead and (norms > targets).any():
+        cycle = system.agreed_cycle(_product, (first,) if first.dtype == np.float64 else None)
+        if cycle is not None:
+            return DeviceArnoldi(first, norms, targets, length, cycle)
+    return Arnoldi(first, norms, targets, length)
 
 
 class Arnoldi:
@@ -79,16 +104,35 @@ class Arnoldi:
         self._gram, self._null = np.zeros((k, length + 1, length + 1), kind), np.zeros((k, length + 1), kind)
         self._hessenberg = np.zeros((k, length + 1, length), kind)
         self._null[:, 0] = 1.0
-        # The rows are for the kernel.
-        self._state = np.array([norms, norms, targets, np.ones(k), np.zeros(k), np.zeros(k)])
-        self._first_norms, self.norms, self._targets, self._squares, self.steps, self._complete = self._state
+        # The rows are for the kernel. Of the rows `_stop` and `_unfinished`, it uses the first number.
+        self._state = np.zeros((_ROWS + length + 1, k))
+        self._state[:4] = norms, norms, targets, np.ones(k)
+        self._name_rows()
         self._certain = math.sqrt(np.finfo(first.dtype).eps)
         self.grows = bool(self._growing(0))  # whether another step is needed
 
+    def _name_rows(self) -> None:
+        self._first_norms, self.norms, self._targets, self._squares, self.steps, self._complete = self._state[:6]
+        self._inverses, self._stop, self._unfinished = self._state[6:_ROWS]
+
     def _growing(self, j: int) -> list[int]:
         """Return the systems that haven't converged after j steps, and whose spaces can grow."""
-        _, norms, targets, _, steps, complete = self._state
+        _, norms, targets, _, steps, complete = self._state[:6]
         return np.flatnonzero((norms > targets) & (steps == j) & (complete == 0.0)).tolist()
+
+    def advance(self, system: System, j: int, most: int) -> Iterator[np.ndarray]:
+        """Take the next steps from step j on, at most `most`; yield the norms after each."""
+        self.vectors[j + 1][...] = system.run(_product, self.vectors[j])[0]
+        self._finish(system, j, system.sums(self.local_products(j)))
+        yield self.norms
+
+    def _finish(self, system: System, j: int, sums: np.ndarray) -> None:
+        if not are_finite(sums[:, -1]):
+            system.require_finite(sums, self.vectors[j + 1], _PRODUCT)
+        self.extend(system, j, sums)
+
+    def close(self) -> None:
+        """End the use of programs, after the last step."""
 
     def local_products(self, j: int) -> np.ndarray:
         """Return this rank's part of the sums of a step (k, 2 j + 3), for which w is the vector after the last one."""
@@ -150,7 +194,7 @@ class CompiledArnoldi(Arnoldi):
     def __init__(self, first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int):
         super().__init__(first, norms, targets, length)
         k, n = first.shape
-        self._sums, self._numbers = np.zeros(k * (2 * length + 1)), np.array([0, k, n, length + 1, 0, 0])
+        self._sums, self._numbers = np.zeros(k * (2 * length + 1)), np.array([0, k, n, length + 1])
         arrays = [self._numbers, self.vectors, self._sums, self._gram, self._hessenberg, self._null, self._state]
         words = [word for array in (*arrays, np.zeros(1)) for word in (array.ctypes.data, array.size)]
         self._block = np.array([0, 0, *words])
@@ -166,11 +210,67 @@ class CompiledArnoldi(Arnoldi):
     def extend(self, system: System, j: int, sums: np.ndarray) -> None:
         """Orthogonalize and normalize w."""
         self._sums[: sums.size] = sums.ravel()
+        self._stop[0] = 0.0
         self._kernels[1](self._address)
-        *_, is_uncertain, growing = self._numbers.tolist()
-        self.grows = growing > 0
-        if is_uncertain:
+        self.grows = self._unfinished[0] > 0.0
+        if self._stop[0]:
             super().extend(system, j, sums)
+
+
+class DeviceArnoldi(Arnoldi):
+    """The same for vectors of doubles on a device: the host looks after several steps, and if digits cancel."""
+
+    def __init__(self, first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int, cycle: Cycle):
+        super().__init__(first, norms, targets, length)
+        self._cycle, self._arrays = cycle, cast(ArrayModule, arrays_of(first))
+        launcher = launcher_of(self._arrays)
+        self._launch = partial(launcher.launch, launcher.compiled(_device_text(), "extended_coefficients", OPTIONS), 1, 32)
+        # One array on the host, and one on the device, contain all numbers.
+        small = self._gram, self._hessenberg, self._null, self._state
+        self._host = np.concatenate([x.ravel() for x in small])
+        self._gram, self._hessenberg, self._null, self._state = self._parts(self._host)
+        self._name_rows()
+        self._there = self._arrays.to_device(self._host)
+        self.close = cycle.close
+
+    def _parts(self, numbers: Array) -> list[Array]:
+        k, length = len(self.norms), len(self.vectors) - 1
+        shapes = (k, length + 1, length + 1), (k, length + 1, length), (k, length + 1), (_ROWS + length + 1, k)
+        ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
+        return [numbers[i:end].reshape(shape) for i, end, shape in zip(ends, ends[1:], shapes)]
+
+    def advance(self, system: System, j: int, most: int) -> Iterator[np.ndarray]:
+        """Take the next steps from step j on, at most `most`; yield the norms after each."""
+        count = min(system.until_look(), most)
+        sums = [self._step(system, step) for step in range(j, j + count)]
+        self._host[...] = self._arrays.to_host(self._there)
+        stop, end = int(self._stop[0]), int(self.steps.max())
+        self.grows = bool(self._growing(end))
+        for step in range(j, end):
+            yield self._state[_ROWS + 1 + step]
+        if stop:  # in the step with this number, counted from one
+            self._stop[0] = 0.0
+            self._finish(system, stop - 1, on_host(sums[stop - 1 - j]))
+            self._there = self._arrays.to_device(self._host)
+            yield self.norms
+
+    def _step(self, system: System, j: int) -> Array:
+        """Take a step on the device, without the host; return its sums."""
+        count, (k, *_), basis, w = j + 1, self._null.shape, self.vectors[: j + 1], self.vectors[j + 1]
+        self._cycle.state[0][...] = basis[j]
+        self._cycle.run()
+        w[...] = self._cycle.state[0]
+        local = np.concatenate([products_there(basis, basis[j]), products_there(self.vectors[: count + 1], w)], axis=1)
+        sums = local if system.is_alone else mpi_allreduce(local, comm=system.settings.comm)
+        parts = self._parts(self._there)
+        self._launch([count, k, len(self.vectors), sums, *[part.reshape(-1) for part in parts]])
+        _, hessenberg, _, state = parts
+        h, inverses = hessenberg[:, :count, j], state[6]
+        w[...] = (w - (h[:, None] @ basis.swapaxes(0, 1))[:, 0]) * inverses[:, None]
+        return sums
+
+
+_ROWS = 9  # rows of the state, before the norms after each step
 
 
 @functools.cache
@@ -179,6 +279,18 @@ def _kernels() -> list[Callable[..., None]]:
     counts = {"inner_products": 2, "extended_spaces": 6}
     signatures = {name: f"linked(int64[::1], {', '.join(['float64[::1]'] * count)})" for name, count in counts.items()}
     return functions_of(__name__, signatures, "reassoc")
+
+
+@functools.cache
+def _device_text() -> str:
+    """Return the kernel of the coefficients for a device."""
+    (function,) = ast.parse(inspect.getsource(extended_coefficients)).body
+    function = cast(ast.FunctionDef, function)
+    names = [argument.arg for argument in function.args.args]
+    kinds = [*["long long"] * 3, "const double*", *["double*"] * 4]
+    head = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, names))
+    body = ["    EACH(thread, 1) {", *indented(c_statements(function.body[1:-1], names), 2), "    }"]
+    return PRELUDE + "\n".join([f"KERNEL {function.name}({head}) {{", *body, "}\n"])
 
 
 def inner_products(numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray) -> None:
@@ -202,49 +314,84 @@ def extended_spaces(
     numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
     state: np.ndarray,
 ) -> None:  # fmt: skip
-    """Do what `Arnoldi.extend` does, and count unfinished systems; if `numbers[4]` is 1, it must do the rest."""
+    """Do what `Arnoldi.extend` does, unless digits cancel in a step; see `extended_coefficients`."""
     count, k, n, m = numbers[0], numbers[1], numbers[2], numbers[3]
-    numbers[4] = numbers[5] = 0
-    for c in range(k):
-        if state[k + c] > state[2 * k + c] and state[4 * k + c] == count - 1 and state[5 * k + c] == 0.0:
-            s, g, column = c * (2 * count + 1), c * m * m, c * m * (m - 1) + count - 1
-            for i in range(count):
-                gram[g + i * m + count - 1] = sums[s + i]
-                gram[g + (count - 1) * m + i] = sums[s + i]
-            square = sums[s + 2 * count]
-            remainder = square
-            for i in range(count):
-                a, row = 2.0 * sums[s + count + i], g + i * m
-                for p in range(count):
-                    a -= gram[row + p] * sums[s + count + p]
-                hessenberg[column + i * (m - 1)] = a
-                remainder -= a * sums[s + count + i]
-            hessenberg[column + count * (m - 1)] = remainder
-            if remainder <= 1.4901161193847656e-08 * square:  # the root of the precision
-                numbers[4] = 1
-    if numbers[4] == 0:
+    stop = extended_coefficients(count, k, m, sums, gram, hessenberg, null, state)
+    if stop == 0.0:
         for c in range(k):
-            first, inverse = (count * k + c) * n, 0.0
+            first, column, inverse = (count * k + c) * n, c * m * (m - 1) + count - 1, state[6 * k + c]
             w = vectors[first : first + n]
-            if state[k + c] > state[2 * k + c] and state[4 * k + c] == count - 1 and state[5 * k + c] == 0.0:
-                column, dot = c * m * (m - 1) + count - 1, 0.0
+            if inverse > 0.0:
                 for i in range(count):
                     h, first = hessenberg[column + i * (m - 1)], (i * k + c) * n
                     x = vectors[first : first + n]
                     for p in range(n):
                         w[p] -= h * x[p]
-                    dot += null[c * m + i] * h
+            for p in range(n):
+                w[p] *= inverse
+
+
+def extended_coefficients(
+    count: int, k: int, m: int, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
+    state: np.ndarray,
+) -> float:  # fmt: skip
+    """Compute a column of each Hessenberg matrix, the factors of the remainders of w, and the number of unfinished systems.
+
+    If digits cancel or sums aren't finite, `Arnoldi.extend` must do the step: the first number of the row `_stop` becomes
+    the number of the step, and neither this step nor later ones change the spaces. Return this number.
+    """
+    stop = 7 * k
+    unfinished = 8 * k
+    state[unfinished] = 0.0
+    if state[stop] == 0.0:
+        for c in range(k):
+            state[6 * k + c] = 0.0
+            if state[k + c] > state[2 * k + c] and state[4 * k + c] == count - 1 and state[5 * k + c] == 0.0:
+                s = c * (2 * count + 1)
+                g = c * m * m
+                column = c * m * (m - 1) + count - 1
+                for i in range(count):
+                    gram[g + i * m + count - 1] = sums[s + i]
+                    gram[g + (count - 1) * m + i] = sums[s + i]
+                square = sums[s + 2 * count]
+                remainder = square
+                for i in range(count):
+                    a = 2.0 * sums[s + count + i]
+                    row = g + i * m
+                    for p in range(count):
+                        a -= gram[row + p] * sums[s + count + p]
+                    hessenberg[column + i * (m - 1)] = a
+                    remainder -= a * sums[s + count + i]
+                hessenberg[column + count * (m - 1)] = remainder
+                if not remainder > 1.4901161193847656e-08 * square:  # the root of the precision
+                    state[stop] = count
+    if state[stop] != 0.0:
+        # w stays as it is.
+        for c in range(k):
+            state[6 * k + c] = 1.0 if state[stop] == count else 0.0
+            column = c * m * (m - 1) + count - 1
+            for i in range(count + 1):
+                hessenberg[column + i * (m - 1)] = 0.0
+    else:
+        for c in range(k):
+            if state[k + c] > state[2 * k + c] and state[4 * k + c] == count - 1 and state[5 * k + c] == 0.0:
+                column = c * m * (m - 1) + count - 1
+                dot = 0.0
+                for i in range(count):
+                    dot += null[c * m + i] * hessenberg[column + i * (m - 1)]
                 norm = math.sqrt(hessenberg[column + count * (m - 1)])
                 hessenberg[column + count * (m - 1)] = norm
                 inverse = 1.0 / norm
+                state[6 * k + c] = inverse
                 null[c * m + count] = -dot * inverse
                 state[3 * k + c] += dot * dot * inverse * inverse
                 state[k + c] = state[c] / math.sqrt(state[3 * k + c])
                 state[4 * k + c] = count
                 if state[k + c] > state[2 * k + c]:
-                    numbers[5] += 1
-            for p in range(n):
-                w[p] *= inverse
+                    state[unfinished] += 1.0
+    for c in range(k):
+        state[(9 + count) * k + c] = state[k + c]
+    return state[stop]
 
 
 _PRODUCT = "a product with matvec or preconditioner"
@@ -261,17 +408,13 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
     targets, longest = targets * scale, max(1, min(system.settings.restart, system.unknowns))
-    spaces = arnoldi_of(first, norms, targets, longest)
-    for j in range(min(longest, max(1, system.limit - system.iterations))):
-        if not spaces.grows:
-            break
-        w = spaces.vectors[j + 1]
-        w[...] = system.run(_product, spaces.vectors[j])[0]
-        sums = system.sums(spaces.local_products(j))
-        if not are_finite(sums[:, -1]):
-            system.require_finite(sums, w, _PRODUCT)
-        spaces.extend(system, j, sums)
-        system.note(spaces.norms / scale)
+    spaces = arnoldi_of(system, first, norms, targets, longest)
+    j, most = 0, min(longest, max(1, system.limit - system.iterations))
+    while spaces.grows and j < most:
+        for norms in spaces.advance(system, j, most - j):
+            system.note(norms / scale)
+            j += 1
+    spaces.close()
     if any(spaces.steps.tolist()):
         # With side="right" the preconditioner is applied to the combination of basis vectors.
         step = spaces.combination()

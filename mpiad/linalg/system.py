@@ -14,14 +14,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.compiled_iteration import RECORDED, Cycle, Iteration, Operator, TracedSystem
+from mpiad.linalg.compiled_iteration import COUNTS, RECORDED, Cycle, Iteration, Operator, TracedSystem, ahead
 from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import positive_count
@@ -146,6 +146,11 @@ class System:
         """The number of iterations so far."""
         return max(0, len(self.history) - 1)
 
+    def until_look(self) -> int:
+        """Return the number of iterations until the host looks, if they run ahead."""
+        # Iterations after the last one cost as much as others.
+        return min(1 + self.iterations // 8, RECORDED)
+
     def rows(self, block: LocalArray) -> LocalArray:
         """Return a copy of a block as rows, one per system."""
         if self._xp is not None:
@@ -245,6 +250,16 @@ class System:
         columns = [column(vectors[0], a.astype(self.dtype)) for a in numbers]
         return (update.fun if self._xp is not None or self.dtype.kind == "c" else update)(*vectors, *columns)
 
+    def agreed_cycle(self, iteration: Iteration, state: tuple | None, constants: tuple = ()) -> Cycle | None:
+        """Return repeated runs of an iteration if all ranks have a state and a program; collective, if `may_run_ahead`."""
+        group, operator = channel(self.settings.comm, self.settings.call), cast(Operator, self.operator)
+        cycle = None if state is None else operator.cycle(iteration, state, constants)
+        lacking = np.array([cycle is None], np.int64)
+        group.data.Allreduce(lacking.copy(), lacking, MAX)
+        if cycle is not None and lacking[0]:
+            cycle.close()
+        return None if lacking[0] else cycle
+
     def full(self, value: float) -> LocalArray:
         """Return rows filled with one number, on the device of b."""
         shape = self.count, self.length
@@ -290,7 +305,8 @@ class System:
         has_programs = self._xp is not None and self.operator is not None
         sums = self.sums(np.array([*[x * x for x in local], *local, self.length, has_programs]))
         norms, size, self.unknowns = np.sqrt(sums[:k]), sums[k:-2], int(sums[-2])
-        self.may_run_ahead = sums[-1] == channel(s.comm, s.call).size
+        ranks = channel(s.comm, s.call).size
+        self.may_run_ahead, self.is_alone = sums[-1] == ranks, ranks == 1
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         self.limit = min(10 * self.unknowns * k, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
@@ -339,11 +355,6 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-def interval(iterations: int) -> int:
-    """Return the number of iterations until the host looks; those after the last one cost as much as others."""
-    return min(1 + iterations // 8, RECORDED)
-
-
 class Iterations:
     """The iterations of a method from a state, whose numbers are returned one by one.
 
@@ -355,8 +366,9 @@ class Iterations:
     def __init__(self, system: System, iteration: Iteration, state: tuple, sums: int, constants: tuple = ()):
         self._system, self._iteration, self._sums, self._constants = system, iteration, sums, constants
         self._state = self._before = state
+        self._count, self._shape = len(state), state[-1].shape
         self._cycle: Cycle | None = None
-        self._records = deque[tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        self._records, self._next_row = deque[tuple[np.ndarray, np.ndarray, np.ndarray]](), 0
         self._until_request = 0  # iterations until the ranks ask each other again whether they have programs
 
     @property
@@ -367,12 +379,12 @@ class Iterations:
     @property
     def state(self) -> Sequence[LocalArray]:
         """The arrays of the state after the last iteration, on the device if there is one."""
-        return self._state if self._cycle is None else self._cycle.state
+        return self._state if self._cycle is None else self._cycle.state[: self._count]
 
     @property
     def before(self) -> list[LocalArray]:
         """The state before an iteration with invalid sums, with numbers on the host."""
-        *rows, numbers = self._before if self._cycle is None else self._cycle.state
+        *rows, numbers = self._before if self._cycle is None else self.state
         return [*rows, on_host(numbers)]
 
     def following(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -382,27 +394,29 @@ class Iterations:
         return self._records.popleft()
 
     def _run(self) -> None:
-        count = interval(self._system.iterations)
+        count = self._system.until_look()
         if self._cycle is None and self._system.may_run_ahead and not self._until_request:
-            self._cycle, self._until_request = self._new_cycle(), count
+            size, systems = math.prod(self._shape), self._shape[-1]
+            record = np.zeros((RECORDED, size + self._sums * systems + COUNTS))
+            state = *self._state, np.eye(2, 1 + RECORDED).sum(axis=0), record
+            self._cycle = self._system.agreed_cycle(ahead(self._iteration, self._count), state, self._constants)
+            self._until_request = count
         if self._cycle is not None:
-            self._records.extend(self._cycle.run(count))
+            self._run_ahead(self._cycle, count)
             return
         self._until_request = max(self._until_request - 1, 0)
         self._before = self._state
         *self._state, sums, counts = self._system.run(self._iteration, *self._before, *self._constants)
         self._records.append((self._state[-1], sums, counts))
 
-    def _new_cycle(self) -> Cycle | None:
-        """Return a cycle if all ranks have one; collective."""
-        group = channel(self._system.settings.comm, self._system.settings.call)
-        operator: Any = self._system.operator  # all ranks have one, see `System.may_run_ahead`
-        cycle = operator.cycle(self._iteration, tuple(self._state), self._sums, self._constants)
-        lacking = np.array([cycle is None], np.int64)
-        group.data.Allreduce(lacking.copy(), lacking, MAX)
-        if cycle is not None and lacking[0]:
-            cycle.close()
-        return None if lacking[0] else cycle
+    def _run_ahead(self, cycle: Cycle, count: int) -> None:
+        for _ in range(count):
+            cycle.run()
+        record, size = np.roll(on_host(cycle.state[-1]), -self._next_row, axis=0)[:count], math.prod(self._shape)
+        self._next_row = (self._next_row + count) % RECORDED
+        for row in record:
+            sums = row[size:-COUNTS].reshape(self._sums, -1)
+            self._records.append((row[:size].reshape(self._shape), sums, row[-COUNTS:]))
 
     def end(self) -> Sequence[LocalArray]:
         """Return the state after the last iteration; there are no further ones."""

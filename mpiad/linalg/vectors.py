@@ -59,8 +59,13 @@ def products(basis: LocalArray, v: LocalArray) -> np.ndarray:
         for c in range(len(v)):
             out[c] = vdots(basis[:, c], v[c])
         return out
+    return on_host(products_there(basis, v))
+
+
+def products_there(basis: LocalArray, v: LocalArray) -> Array:
+    """Return `products` on the device of the vectors."""
     basis = basis.swapaxes(0, 1)
-    return on_host(((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0])
+    return ((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0]
 
 
 def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:

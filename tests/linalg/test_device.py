@@ -14,7 +14,7 @@ from device_double import DeviceArray, on_device, on_host, transfers
 import mpiad
 from mpiad import Domain
 from mpiad.errors import ConvergenceError
-from mpiad.linalg import compiled_iteration, newton, solve, system
+from mpiad.linalg import compiled_iteration, krylov, newton, solve, system
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()
 _N = 13
@@ -128,6 +128,10 @@ def test_arrays_in_two_places_are_refused_by_name():
 # Iterations that run ahead of the host.
 
 
+cycles = []  # of all solves in a test; None if the host looks after each iteration
+AHEAD = pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+
+
 @pytest.fixture(params=[1, 3, 32])
 def looks(request, monkeypatch):
     """The number of iterations between two looks of the host, in solves whose iterations are compiled from the first on."""
@@ -135,7 +139,10 @@ def looks(request, monkeypatch):
         pytest.skip("there is no compiler of C++")
     monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 0)
     monkeypatch.setattr(compiled_iteration, "_known", [])
-    monkeypatch.setattr(system, "interval", lambda iterations: request.param)
+    monkeypatch.setattr(system.System, "until_look", lambda self: request.param)
+    cycles.clear()
+    original = system.System.agreed_cycle
+    monkeypatch.setattr(system.System, "agreed_cycle", lambda *args: cycles.append(original(*args)) or cycles[-1])
     return request.param
 
 
@@ -157,30 +164,27 @@ def _solved(put, looks, rows=6, columns=5, lead=(), dtype=float, **settings):
     return on_host(u), norms
 
 
-def _is_ahead():
-    return [
-        True
-        for known in compiled_iteration._known
-        for key, found in known.programs.items()
-        if found and "masked" in str(key)
-    ]
-
-
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"lead": (3,)}, {"dtype": np.float32, "rtol": 1e-4}, {"preconditioner": lambda r, kappa: r / (4 + kappa)}],
+    [
+        {},
+        {"lead": (3,)},
+        {"dtype": np.float32, "rtol": 1e-4},
+        {"preconditioner": lambda r, kappa: r / (4 + kappa)},
+        {"restart": 5},
+    ],
 )
-@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@AHEAD
 def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, method, settings):
     settings = {**settings, "method": method}
     u, norms = _solved(on_device, looks, **settings)
-    assert len(_is_ahead()) == 1
+    assert cycles and (None in cycles) == (method == "gmres" and settings.get("dtype") is np.float32)
     known, of_host = _solved(np.asarray, looks, **settings)
     rtol = 1e-3 if settings.get("dtype") is np.float32 else 1e-8
     np.testing.assert_allclose(u, known, rtol=rtol, atol=rtol)
     assert len(norms) == len(of_host)
     np.testing.assert_allclose(norms[:10], of_host[:10], rtol=rtol)
-    monkeypatch.setattr(system, "interval", lambda iterations: 1 + iterations % 5)
+    monkeypatch.setattr(system.System, "until_look", lambda self: 1 + self.iterations % 5)
     again, same = _solved(on_device, looks, **settings)
     np.testing.assert_array_equal(again, u)
     assert same == norms
@@ -203,28 +207,57 @@ def test_iterations_are_those_of_scipy(looks):
     np.testing.assert_allclose(norms[:20], known[:20], rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@AHEAD
 def test_between_looks_nothing_is_copied_but_messages(looks, monkeypatch, method):
-    copies, original = [], compiled_iteration.Cycle.run
+    copies = []
+    kind, name = (krylov.DeviceArnoldi, "advance") if method == "gmres" else (system.Iterations, "_run_ahead")
+    original = getattr(kind, name)
 
-    def counted(cycle, iterations):
+    def counted(*args):
         before = transfers.h2d, transfers.d2h
-        made = original(cycle, iterations)
+        made = [*(original(*args) or ())]
         copies.append((transfers.h2d - before[0], transfers.d2h - before[1]))
         return made
 
-    monkeypatch.setattr(compiled_iteration.Cycle, "run", counted)
-    norms = _solved(on_device, looks, method=method)[1]
+    monkeypatch.setattr(kind, name, counted)
+    norms = _solved(on_device, looks, method=method, restart=500)[1]
     assert len(copies) == -(-(len(norms) + (method == "cg")) // looks)
-    # An exchange and a sum with each product.
-    messages = 0 if _SIZE == 1 else looks * (2 if method == "cg" else 4)
+    # Two sums and two products in an iteration of BiCGStab, and one in the others. Each product has an exchange.
+    neighbors = (_RANK > 0) + (_RANK < _SIZE - 1)
+    in_iteration = (neighbors + (_SIZE > 1)) * (1 + (method == "bicgstab"))
     for k, (to_device, to_host) in enumerate(copies):
+        # A Krylov space has as many dimensions as there are unknowns.
+        messages = in_iteration * (min(looks, 30 * _SIZE - k * looks) if method == "gmres" else looks)
         assert to_host == messages + 1
         # The addresses of arrays are copied before the first uses of both replays.
         assert to_device == messages or k * looks < 2 and to_device <= messages + 10
 
 
-@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@pytest.mark.serial
+def test_spaces_in_which_digits_cancel(looks):
+    """Steps that the host takes between those of the device, and a space that can't grow; dense solves."""
+    rng = np.random.default_rng(1)
+    q, _ = np.linalg.qr(rng.standard_normal((30, 30)))
+    b = rng.standard_normal((2, 30))
+    b[1] = np.where(np.arange(30) < 20, 1.0, 2.0)
+    blocks = np.stack([q @ np.diag(np.logspace(0, 7, 30)) @ q.T, np.diag(np.where(np.arange(30) < 20, 2.0, 3.0))])
+    norms = []
+    for put in (on_device, np.asarray):
+        of_solve = []
+        x = on_host(
+            solve(
+                lambda u, a: (a @ u[:, :, None])[:, :, 0], put(b), put(blocks), batch=1, method="gmres", rtol=1e-9,
+                callback=of_solve.append,
+            )
+        )  # fmt: skip
+        norms.append(of_solve)
+        gap = np.linalg.norm(np.einsum("kij,kj->ki", blocks, x) - b, axis=1)
+        assert np.all(gap <= 1e-8 * np.linalg.norm(b, axis=1))
+    assert len(norms[0]) == len(norms[1]) > 20 and cycles and None not in cycles
+    np.testing.assert_allclose(norms[0][:20], norms[1][:20], rtol=1e-4)
+
+
+@AHEAD
 @pytest.mark.parametrize("case", ["zero", "solved", "one step"])
 def test_nothing_to_do(looks, method, case):
     b = {"zero": np.zeros(4), "solved": np.arange(1.0, 5.0), "one step": np.arange(1.0, 5.0)}[case]
@@ -236,7 +269,7 @@ def test_nothing_to_do(looks, method, case):
 
 
 @pytest.mark.parametrize("maxiter", [1, 4, 6, 7])
-@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@AHEAD
 def test_failures_are_those_of_the_host(looks, method, maxiter):
     """The number of iterations is exceeded between two looks."""
     errors = []
@@ -255,9 +288,11 @@ def test_operators_that_a_method_cannot_solve(looks):
     skew = np.kron(np.eye(4), np.array([[0.0, 1.0], [-1.0, 0.0]]))
     zero = np.diag(np.arange(8.0))
     products = {
+        "singular in gmres": (lambda u, a: a @ u, zero, "gmres"),
         "indefinite": (lambda u, a: a * u, d, "cg"), "singular": (lambda u, a: a @ u, zero, "cg"),
         "skew": (lambda u, a: a @ u, skew, "bicgstab"), "unsymmetric": (lambda u, a: u + 3 * (a @ u), skew + zero, "cg"),
         "nan": (lambda u, a: anp.sqrt(a) * u, d, "bicgstab"),
+        "nan in gmres": (lambda u, a: anp.sqrt(a) * u, d, "gmres"),
         "huge": (lambda u, a: (a * 1e200) * (u * 1e200), d, "bicgstab"),
     }  # fmt: skip
     for name, (matvec, a, method) in products.items():
@@ -267,13 +302,13 @@ def test_operators_that_a_method_cannot_solve(looks):
                 with np.errstate(all="ignore"):
                     outcomes.append(on_host(solve(matvec, put(np.ones(8)), put(a), method=method)).round(6).tolist())
             except Exception as error:  # noqa: BLE001
-                outcomes.append(str(error))
+                outcomes.append(str(error).partition("After")[0])  # then it states numbers that depend on rounding
         assert outcomes[0] == outcomes[1], name
-    assert _is_ahead()
+    assert cycles and None not in cycles
 
 
 @pytest.mark.parametrize("kind", ["host", "interpreted"])
-@pytest.mark.parametrize("method", ["cg", "bicgstab"])
+@AHEAD
 def test_ranks_without_programs(looks, method, kind):
     """The last rank has its arrays on the host, or its operator can't be compiled."""
     is_last = _RANK == _SIZE - 1
@@ -283,4 +318,4 @@ def test_ranks_without_programs(looks, method, kind):
     u = solve(lambda u, kappa: matvec(u, kappa) + len([*read]), b, kappa, method=method, rtol=1e-11)
     matvec, b, kappa = _problem(np.asarray)
     np.testing.assert_allclose(on_host(u), solve(matvec, b, kappa, method=method, rtol=1e-11), rtol=1e-8)
-    assert not _is_ahead() or _SIZE > 1
+    assert cycles == [] or None in cycles
