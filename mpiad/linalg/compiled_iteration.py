@@ -72,7 +72,10 @@ class TracedSystem:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
-        local = anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs])
+        # For one system, in the shape of the operator's results, so that the loop that computes these adds the sums.
+        shape = (1, *self._shape) if len(pairs[0][0]) == 1 else pairs[0][0].shape
+        axes, blocks = tuple(range(1, len(shape))), [[anp.reshape(x, shape) for x in pair] for pair in pairs]
+        local = anp.stack([anp.sum(x.astype(np.float64) * y, axis=axes) for x, y in blocks])
         return local if self._is_alone else mpi_allreduce(local, comm=self._comm)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Sequence[LocalArray]:
