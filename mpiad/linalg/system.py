@@ -368,7 +368,7 @@ class Iterations:
         self._state = self._before = state
         self._count, self._shape = len(state), state[-1].shape
         self._cycle: Cycle | None = None
-        self._records, self._next_row = deque[tuple[np.ndarray, np.ndarray, np.ndarray]](), 0
+        self._records, self._next_row = deque[tuple[np.ndarray, np.ndarray, list[float]]](), 0
         self._until_request = 0  # iterations until the ranks ask each other again whether they have programs
 
     @property
@@ -387,27 +387,28 @@ class Iterations:
         *rows, numbers = self._before if self._cycle is None else self.state
         return [*rows, on_host(numbers)]
 
-    def following(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def following(self) -> tuple[np.ndarray, np.ndarray, list[float]]:
         """Return the numbers, sums and counts of the next iteration, on the host."""
-        if not self._records:
-            self._run()
-        return self._records.popleft()
+        system = self._system
+        if system.may_run_ahead and not self._records:
+            self._look(system.until_look())
+        if self._records:
+            return self._records.popleft()
+        self._before = state = self._state
+        *self._state, sums, counts = system.run(self._iteration, *state, *self._constants)
+        return self._state[-1], sums, counts.tolist()
 
-    def _run(self) -> None:
-        count = self._system.until_look()
-        if self._cycle is None and self._system.may_run_ahead and not self._until_request:
+    def _look(self, count: int) -> None:
+        """Run iterations ahead, if all ranks have programs."""
+        if self._cycle is None and not self._until_request:
             size, systems = math.prod(self._shape), self._shape[-1]
             record = np.zeros((RECORDED, size + self._sums * systems + COUNTS))
             state = *self._state, np.eye(2, 1 + RECORDED).sum(axis=0), record
             self._cycle = self._system.agreed_cycle(ahead(self._iteration, self._count), state, self._constants)
             self._until_request = count
+        self._until_request -= 1
         if self._cycle is not None:
             self._run_ahead(self._cycle, count)
-            return
-        self._until_request = max(self._until_request - 1, 0)
-        self._before = self._state
-        *self._state, sums, counts = self._system.run(self._iteration, *self._before, *self._constants)
-        self._records.append((self._state[-1], sums, counts))
 
     def _run_ahead(self, cycle: Cycle, count: int) -> None:
         for _ in range(count):
@@ -416,7 +417,7 @@ class Iterations:
         self._next_row = (self._next_row + count) % RECORDED
         for row in record:
             sums = row[size:-COUNTS].reshape(self._sums, -1)
-            self._records.append((row[:size].reshape(self._shape), sums, row[-COUNTS:]))
+            self._records.append((row[:size].reshape(self._shape), sums, row[-COUNTS:].tolist()))
 
     def end(self) -> Sequence[LocalArray]:
         """Return the state after the last iteration; there are no further ones."""
