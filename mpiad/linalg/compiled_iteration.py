@@ -87,7 +87,8 @@ class TracedSystem:
 # last iteration. Later ones change nothing, so the result doesn't depend on when the host looks.
 
 RECORDED = 32  # maximum number of iterations between two looks
-COUNTS = 3  # length of the last result of an iteration: the number of invalid systems, whether it is the last, and another
+# Length of the last result of an iteration: the numbers of invalid systems, of those to go on with, and another one.
+COUNTS = 3
 
 
 @cache
@@ -104,7 +105,7 @@ def ahead(iteration: Iteration, count: int) -> Iteration:
         goes_on, rows = (flag[0] > 0.0) & (counts[0] == 0.0), flag[1:]
         recorded = anp.concatenate([anp.ravel(x) for x in (after[-1], sums, counts)])
         record = anp.where(rows[:, None] > 0.0, recorded, record)
-        flag = anp.concatenate([1.0 * (goes_on & (counts[1:2] == 0.0)), anp.roll(rows, 1)])
+        flag = anp.concatenate([1.0 * (goes_on & (counts[1:2] > 0.0)), anp.roll(rows, 1)])
         return *[anp.where(goes_on, x, y) for x, y in zip(after, before)], flag, record
 
     return masked

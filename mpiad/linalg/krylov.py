@@ -448,10 +448,10 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     # The shadow residual is equal to the first residual, so their inner product is the square of its norm.
     numbers = np.stack([norms**2, norms, norms, targets]).astype(np.result_type(first.dtype, float))
     iterations = Iterations(system, _bicgstab_iteration, (x, first, first, numbers), 6, (first,))
-    is_last, is_broken = not (norms > targets).any(), 0
-    while not is_last:
+    remaining, is_broken = (norms > targets).any(), 0.0
+    while remaining:
         require_iterations(system, targets / scale)
-        numbers, sums, (invalid, is_last, is_broken) = iterations.following()
+        numbers, sums, (invalid, remaining, is_broken) = iterations.following()
         if invalid:
             _explain_bicgstab(system, first, iterations.before, sums)
         system.note(numbers[1].real / scale)
@@ -464,9 +464,9 @@ def _bicgstab_iteration(
 ) -> tuple[LocalArray, ...]:
     """Return the next vectors and numbers, the sums, and counts.
 
-    The counts are those of systems with invalid sums, and whether this iteration is the last, and whether the reason is a
-    breakdown. The rows of `numbers` are, for each system: the inner product of residual and shadow residual, the norms of
-    the residual now and at the start, and the target.
+    The counts are those of systems with invalid sums, of those to go on with (none after a breakdown), and of breakdowns.
+    The rows of `numbers` are, for each system: the inner product of residual and shadow residual, the norms of the residual
+    now and at the start, and the target.
     """
     rho_before, (norms, at_start, targets) = numbers[0], numbers[1:].real
     active = norms > targets
@@ -492,7 +492,7 @@ def _bicgstab_iteration(
     remaining, sums = active & (norms > targets), anp.concatenate([first_sums, sums])
     is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=0))
     invalid, remaining, broken = anp.sum(1.0 * anp.stack([~is_finite, remaining, is_broken & remaining]), axis=1)
-    counts = anp.stack([invalid, 1.0 * ((remaining == 0.0) | (broken > 0.0)), broken])
+    counts = anp.stack([invalid, anp.where(broken > 0.0, 0.0, remaining), broken])
     return x, r, p, anp.stack([rho, norms, at_start, targets]), sums, counts
 
 
@@ -533,13 +533,13 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     numbers[1] = 0.0
     iterations = Iterations(system, _cg_iteration, (x, r, p, s, numbers), 3)
     while not (norm_known and are_within(norms, targets)):
-        numbers, sums, (invalid, is_last, far) = iterations.following()
+        numbers, sums, (invalid, large, far) = iterations.following()
         if invalid:
             _explain_cg(system, iterations.before, sums)
         if not norm_known:
             norms = numbers[2]
             system.note(norms)
-        if is_last:
+        if not large:
             break
         require_iterations(system, targets)
         norm_known = not (far or iterations.is_ahead)
@@ -555,9 +555,9 @@ def _cg_iteration(
 ) -> tuple[LocalArray, ...]:
     """Return the next vectors and numbers, the sums, and counts.
 
-    The counts are those of systems with invalid sums, whether no residual is above the target, and the number of residuals
-    far above it. The rows of `numbers` are, for each system: r·z and p·Ap of the last iteration, the norm of r before it,
-    the shortest step so far, and the target.
+    The counts are those of systems with invalid sums, of those to go on with, whose residuals are above the target, and of
+    residuals far above it. The rows of `numbers` are, for each system: r·z and p·Ap of the last iteration, the norm of r
+    before it, the shortest step so far, and the target.
     """
     rz_before, curvature_before, norms_before, shortest, targets = numbers
     z = system.precondition(r)
@@ -580,8 +580,7 @@ def _cg_iteration(
     # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
     # computed by an additional reduction.
     is_far = norms * norms > 2.0 * targets * norms_before
-    invalid, large, far = anp.sum(1.0 * anp.stack([~is_finite | active & ~is_valid, active, is_far]), axis=1)
-    counts = anp.stack([invalid, 1.0 * (large == 0.0), far])
+    counts = anp.sum(1.0 * anp.stack([~is_finite | active & ~is_valid, active, is_far]), axis=1)
     return x, r, p, s, anp.stack(numbers), sums, counts
 
 

@@ -216,32 +216,33 @@ class System:
         with invalid sums; no communication follows these. If sums aren't finite since a user function has failed on
         any rank, all ranks raise after the iteration. The shape of the first array determines the others.
         """
-        self._is_in_iteration = True
+        key = iteration, state[0].shape
+        program = self._programs.get(key)
+        if program is None and self.operator is not None:
+            program = self.operator.program(iteration, state)
+            if program is not None:
+                self._programs[key] = program
         try:
-            made = self._run(iteration, state)
-        finally:
-            self._is_in_iteration = False
+            made = self._interpreted(iteration, state) if program is None else program(*state)
+        except Changed as change:  # for example, other ranks have other numbers of rows than in the last solve
+            self._programs.clear()
+            made = self._interpreted(iteration, state, change)
         if len(made) > 1:
             self._may_have_raised = False
             if made[-1][0]:
                 self.require_no_failure(made[-2])
         return made
 
-    def _run(self, iteration: Iteration, state: tuple) -> Sequence[Array]:
-        key = iteration, state[0].shape
-        program = self._programs.get(key)
-        if program is None:
+    def _interpreted(self, iteration: Iteration, state: tuple, change: Changed | None = None) -> Sequence[Array]:
+        self._is_in_iteration = True
+        try:
             if self.operator is None:
                 return iteration(self, *state)
-            program = self.operator.program(iteration, state)
-            if program is None:
-                return self.operator.interpreted(iteration, self, state)
-            self._programs[key] = program
-        try:
-            return program(*state)
-        except Changed as change:  # for example, other ranks have other numbers of rows than in the last solve
-            self._programs.clear()
-            return self.operator.continued(iteration, self, state, change)  # type: ignore[union-attr]
+            if change is not None:
+                return self.operator.continued(iteration, self, state, change)
+            return self.operator.interpreted(iteration, self, state)
+        finally:
+            self._is_in_iteration = False
 
     def updated(
         self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]
@@ -390,13 +391,15 @@ class Iterations:
     def following(self) -> tuple[np.ndarray, np.ndarray, list[float]]:
         """Return the numbers, sums and counts of the next iteration, on the host."""
         system = self._system
-        if system.may_run_ahead and not self._records:
-            self._look(system.until_look())
-        if self._records:
-            return self._records.popleft()
-        self._before = state = self._state
-        *self._state, sums, counts = system.run(self._iteration, *state, *self._constants)
-        return self._state[-1], sums, counts.tolist()
+        if system.may_run_ahead:
+            if not self._records:
+                self._look(system.until_look())
+            if self._records:
+                return self._records.popleft()
+        self._before = self._state
+        made = system.run(self._iteration, *self._state, *self._constants)
+        self._state = made[:-2]
+        return made[-3], made[-2], made[-1].tolist()
 
     def _look(self, count: int) -> None:
         """Run iterations ahead, if all ranks have programs."""
