@@ -68,15 +68,11 @@ class Commands:
         """Append a call of a linked kernel: the commands stop here if it stores another number than 0 at `error`."""
         self._append(_CALL, function, block, error)
 
-    @property
-    def _finished(self) -> Array:
-        if self._compiled is None:
-            self._compiled = np.array(self._rows, np.int64).reshape(-1, 1 + _OPERANDS)
-        return self._compiled
-
     def run(self, start: int, stop: int) -> int:
         """Run commands; return the index of the one at which they have stopped, `stop` if all have run."""
-        rows, block = self._finished, self._block
+        if self._compiled is None:
+            self._compiled = np.array(self._rows, np.int64).reshape(-1, 1 + _OPERANDS)
+        rows, block = self._compiled, self._block
         first, size = address_of(rows), rows.strides[0]
         block[_FIRST], block[_END] = first + start * size, first + stop * size
         _kernel().function(ctypes.addressof(block))

@@ -74,8 +74,7 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
             f"segment_sum: segments must be an array of integers with one dimension, but got {type(segments).__name__} of "
             f"shape {np.shape(numbers)} and dtype {getattr(numbers, 'dtype', None)}."
         )
-    if isinstance(values, (list, tuple)):
-        values = anp.array(values)
+    values = anp.array(values) if isinstance(values, (list, tuple)) else values
     shape = np.shape(getval(values))
     if shape[:1] != numbers.shape:
         raise ValueError(

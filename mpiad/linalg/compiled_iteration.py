@@ -223,7 +223,7 @@ class Operator:
         program = known.programs.get(key)
         return None if program is None or program.notes != self._notes else program
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self) -> list[Array]:
         return [self._arguments.leaves[k] for k in self._arguments.traced]
 
     def _trace(self, known: _Known, key: tuple, state: tuple, notes: Sequence[Note] | None = None) -> None:

@@ -341,8 +341,7 @@ def extended_coefficients(
     the number of the step, and neither this step nor later ones change the spaces. Return this number.
     """
     stop = 7 * k
-    unfinished = 8 * k
-    state[unfinished] = 0.0
+    state[8 * k] = 0.0
     if state[stop] == 0.0:
         for c in range(k):
             state[6 * k + c] = 0.0
@@ -388,7 +387,7 @@ def extended_coefficients(
                 state[k + c] = state[c] / math.sqrt(state[3 * k + c])
                 state[4 * k + c] = count
                 if state[k + c] > state[2 * k + c]:
-                    state[unfinished] += 1.0
+                    state[8 * k] += 1.0
     for c in range(k):
         state[(9 + count) * k + c] = state[k + c]
     return state[stop]

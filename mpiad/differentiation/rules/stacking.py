@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -63,7 +63,7 @@ def _of_lists(fun: Callable[..., Array]) -> Callable[..., Array]:
     """Let a function that joins arrays take lists of traced numbers among them, as in `concatenate([[a], x])`."""
 
     @wraps(fun)
-    def function(arrays: Any, *args: Any, **kwargs: Any) -> Array:
+    def function(arrays: Iterable[object], *args: object, **kwargs: object) -> Array:
         return fun([anp.array(x) if isinstance(x, (list, tuple)) else x for x in arrays], *args, **kwargs)
 
     return function
