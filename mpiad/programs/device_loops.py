@@ -38,13 +38,16 @@ _log = logging.getLogger("mpiad")
 # Products and sums are rounded one by one, as on the host.
 OPTIONS = ("--std=c++14", "--fmad=false")
 THREADS = 256  # per block
-# Functions for indices that are moved into the bounds of an array, and a limit of the number of registers: that at which so
-# many blocks run at the same time on a multiprocessor.
+# Functions for indices that are moved into the bounds of an array; a limit of the number of registers: that at which so
+# many blocks run at the same time on a multiprocessor; and the entry of a thread. There is a thread for each entry, since
+# the compiler would unroll a loop over entries, which takes more registers.
 _DEFINITIONS = f"""
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define BOUNDED(blocks) __launch_bounds__({THREADS}, blocks)
+#define ONE(i, n) const long long i = blockIdx.x * {THREADS}LL + threadIdx.x; if (i < n)
 #else
 #define BOUNDED(blocks)
+#define ONE(i, n) EACH(i, n)
 #endif
 INLINE long long larger(long long a, long long b) {{ return a > b ? a : b; }}
 INLINE long long smaller(long long a, long long b) {{ return a < b ? a : b; }}
@@ -70,7 +73,7 @@ class LoopKernel(NamedTuple):
     @classmethod
     def of(cls, head: Sequence[str], threads: int, lines: Sequence[str]) -> LoopKernel:
         """Return a kernel with declarations, and the statements of a thread, whose number is `thread`."""
-        each = [f"    EACH(thread, {threads}) {{", *indented([*lines], 2), "    }", "#undef real"]
+        each = [f"    ONE(thread, {threads}) {{", *indented([*lines], 2), "    }", "#undef real"]
         return cls("\n".join([*head, *each]), threads)
 
 

@@ -406,7 +406,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "index": (lambda x: sum(x[0] for _ in range(x[1])), TypeError, "as an integer", AUTOGRAD),
     "sent objects": (lambda x: mpiad.mpi_sum(np.array(x)), TypeError, r"mpi_sum: .*dtype\('O'\)", AUTOGRAD),
     "sent list": (
-        lambda x: mpiad.mpi_sum(anp.concatenate([[[x[0], 1.0]], np.ones((1, 2))])),
+        lambda x: mpiad.mpi_sum(np.concatenate([[[x[0], 1.0]], np.ones((1, 2))])),
         TypeError,
         r"mpi_sum: .*dtype\('O'\)",
         AUTOGRAD + r".*lists.*np\.array",

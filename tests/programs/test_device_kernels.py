@@ -11,10 +11,14 @@ from types import SimpleNamespace
 import numpy as onp
 import nvrtc
 import pytest
+from device_double import on_device
+from device_on_cpu import COMPILER
 
 import mpiad
 import mpiad.device.numpy as np
 from mpiad.domain import Domain
+from mpiad.linalg import compiled_iteration, solve
+from mpiad.programs import device_replay
 from mpiad.programs.device_loops import DeviceLoop, compiled
 from mpiad.programs.fusion import Loop, Schedule
 
@@ -174,6 +178,27 @@ def test_no_kernel_of_an_interior_spills(name):
     assert len(parts) > len(whole)
     kernels = compiled(parts, Assembler("sm_90"))
     assert not any(kernel.spilled for kernel in kernels) and max(kernel.registers for kernel in kernels) <= 64
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++ for the stand-in")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("method", ["cg", "bicgstab", "gmres"])
+def test_no_kernel_of_an_iteration_spills(method, architecture, monkeypatch):
+    """Those of solves on the stand-in for a device, with all iterations compiled."""
+    domain, kernels, compile_all = Domain((24, 20), halo=1), [], device_replay.compiled
+    monkeypatch.setattr(device_replay, "compiled", lambda new, *args: kernels.extend(new) or compile_all(new, *args))
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 0)
+    monkeypatch.setattr(compiled_iteration, "_known", [])
+
+    def matvec(u):
+        p = domain.exchange(u)
+        return 4.1 * u - p[2:, 1:-1] - p[:-2, 1:-1] - p[1:-1, 2:] - p[1:-1, :-2]
+
+    solve(matvec, on_device(onp.random.default_rng(0).standard_normal((24, 20))), method=method)
+    found = compiled(kernels, Assembler(architecture))
+    assert found and not any(kernel.spilled for kernel in found)
+    # Those of a few numbers run on one multiprocessor.
+    assert max(one.registers for one, kernel in zip(found, kernels) if kernel.threads >= 24 * 20) <= 64
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
