@@ -220,12 +220,7 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
         options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     sizes = program.groups["state"], varying, len(traced.names) - varying
     options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
-    times, start, end = settings.saveat, batch.start, batch.end
-    options |= {"inside": bool(events), "relative": np.ndim(settings.rtol) > 0}
-    if times is not None and times.size and not events:
-        # One row is enough if all trajectories have the same tspan.
-        rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
-        options["inside"] = not ((times == start[rows, None]) | (times == end[rows, None])).all()
+    options |= {"inside": interpolates(batch, settings), "relative": np.ndim(settings.rtol) > 0}
     options["points"] = max([event.interior_points for event in settings.events], default=0)
     inputs = [x.value for g in traced.conditions for x in g.instructions if x.operation == "input"]
     options["reads"] = tuple(sorted({value[1] for value in inputs if value[0] == "state"}))  # type: ignore[index]
@@ -234,3 +229,13 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
     options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
+
+
+def interpolates(batch: Batch, settings: Settings) -> bool:
+    """Return whether states inside steps are interpolated, see `KernelSpec.inside`."""
+    times, start, end = settings.saveat, batch.start, batch.end
+    if settings.events or times is None or not times.size:
+        return bool(settings.events)
+    # One row is enough if all trajectories have the same tspan.
+    rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
+    return not ((times == start[rows, None]) | (times == end[rows, None])).all()

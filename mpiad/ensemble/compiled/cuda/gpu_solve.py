@@ -25,7 +25,7 @@ from mpiad.ensemble.backends import EnsembleGPU, device_for
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.cuda.cuda_kernels import ROWS
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, interpolates, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
 from mpiad.ensemble.compiled.traced_problem import FEW, LARGE, MOST_OPERATIONS, TracedProblem, remembered
@@ -92,16 +92,17 @@ def _by_kernel(
         return None
     warn_of_jumps_in_time(compiler.warn, traced, inputs, settings.events)
     solver = Solver(compiler, arrays, traced, batch, settings)
-    by_tangents = inputs.traced and not settings.events and not settings.alg.tableau.implicit
+    is_traced = inputs.traced
+    by_tangents = is_traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(inputs, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # otherwise tangents are propagated later, a few at a time
     if carried and settings.gradient is None and solver.kernel(carried).local_bytes > MOST_LOCAL_BYTES:
         directions = carried = ()  # the kernels of an adjoint are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
-    solved, times = Solved(solver, solver.solved(carried), carried, bool(directions), on_host, inputs.traced), []
+    solved, times = Solved(solver, solver.solved(carried), carried, bool(directions), on_host, is_traced), []
     arguments = inputs.u0, inputs.start, inputs.end, NO_TIMES, *inputs.p.leaves
-    vector = solve_operator(*arguments, solved=solved) if inputs.traced else solved.vector
+    vector = solve_operator(*arguments, solved=solved) if is_traced else solved.vector
     if solved.timed:
         # In a vector with times, states are double.
         end = solved.results.vector.size
@@ -404,9 +405,9 @@ class Solver:
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
-        self.traced = traced.origin or traced  # texts depend on the problem without its numbers
         self._launcher = launcher_of(arrays)
-        self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
+        self._prepared = prepared(self._launcher, self._gpu.options, traced, batch, settings)
+        self.traced, self.spec = self._prepared.traced, self._prepared.spec
         self.d, self.real = self.spec.d, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, traced)
         self.count = batch.size
@@ -415,7 +416,7 @@ class Solver:
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel with tangents in these directions."""
-        return self._loaded("forward", self.spec._replace(directions=directions))
+        return self._loaded("forward", directions=directions)
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
@@ -454,7 +455,8 @@ class Solver:
         return vector[:cut].reshape((n_saved, *shape)), vector[cut:].reshape(shape)
 
     def _forward(self, directions: Directions, first: int, count: int, results: tuple, steps: tuple, table: tuple) -> None:
-        settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
+        settings, rtol = self.settings, self.settings.rtol
+        rtol = self.real.type(rtol if type(rtol) is float else np.max(rtol))
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
         # The second run, without arrays for results, saves no states.
         inputs = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
@@ -471,9 +473,8 @@ class Solver:
         empty = self.arrays.empty
         varying = [j for j in self.traced.packing.varying if j in wanted]
         shared = [j for j in self.traced.packing.shared if j in wanted]
-        spec = self.spec._replace(wanted_varying=len(varying), wanted_shared=len(shared))
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, len(varying))]
-        kernel, sums = self._loaded("reverse", spec, (*varying, *shared)), []
+        kernel, sums = self._loaded("reverse", varying, shared), []
         size = min(self.count, self._most_recorded(longest))
         steps = empty((size * longest * self.d,), self.real), empty((size * longest * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
@@ -504,15 +505,63 @@ class Solver:
 
     # ---- kernels
 
-    def _loaded(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> DeviceKernel:
-        self._kernels[name] = cuda_text(name, self.traced, spec, wanted)
-        return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
+    def _loaded(
+        self, name: str, varying: Sequence[int] = (), shared: Sequence[int] = (), directions: Directions = ()
+    ) -> DeviceKernel:
+        self._kernels[name], kernel = self._prepared.kernel(name, (*varying,), (*shared,), directions)
+        return kernel
 
     def _launch(self, kernel: DeviceKernel, first: int, count: int, *arguments: Any) -> None:
         """Run a kernel for the trajectories `first`, ..., `first + count - 1`."""
         if count:
             threads = self._gpu.block or threads_per_block(count, self._launcher.multiprocessors)
             self._launcher.launch(kernel, -(-count // threads), threads, (self.count, first, count, *arguments))
+
+
+class Prepared:
+    """All that solves with one signature share: the spec, and per kernel its text and the loaded kernel."""
+
+    def __init__(self, launcher: Launcher, options: tuple[str, ...], traced: TracedProblem, spec: KernelSpec):
+        self.traced, self.spec = traced, spec
+        self._launcher, self._options = launcher, options
+        self._found: dict[tuple[Any, ...], tuple[str, DeviceKernel]] = {}
+
+    def kernel(
+        self, name: str, varying: tuple[int, ...], shared: tuple[int, ...], directions: Directions
+    ) -> tuple[str, DeviceKernel]:
+        """Return the text and the kernel for derivatives with respect to parameters, or in directions."""
+        key = name, varying, shared, directions
+        if key not in self._found:
+            sizes = {"wanted_varying": len(varying), "wanted_shared": len(shared)}
+            spec = self.spec._replace(directions=directions, **sizes)
+            text = cuda_text(name, self.traced, spec, (*varying, *shared))
+            self._found[key] = text, loaded(self._launcher, text, name, self._options)
+        return self._found[key]
+
+
+_prepared: dict[tuple[Any, ...], Prepared] = {}
+_MOST_PREPARED = 32
+
+
+def prepared(
+    launcher: Launcher, options: tuple[str, ...], traced: TracedProblem, batch: Batch, settings: Settings
+) -> Prepared:
+    """Return what earlier solves with the same signature have prepared."""
+    # The signature contains all that `kernel_spec_of` reads. `traced` stands for f, the events and the parameters; texts
+    # depend on the problem without its numbers. Mass matrices and patterns are arrays of the user, and aren't compared.
+    problem, alg = traced.origin or traced, settings.alg
+    events = tuple([(event.stops, event.direction, event.interior_points) for event in settings.events])
+    inside, relative = interpolates(batch, settings), np.ndim(settings.rtol) > 0
+    key = launcher, options, problem, alg.tableau, alg.controller, batch.u0.dtype, events, inside, relative
+    found = _prepared.get(key) if settings.mass is None and batch.sparsity is None else None
+    if found is None:
+        spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
+        found = Prepared(launcher, options, problem, spec)
+        if settings.mass is None and batch.sparsity is None:
+            _prepared[key] = found
+            if len(_prepared) > _MOST_PREPARED:
+                _prepared.pop(next(iter(_prepared)), None)
+    return found
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
@@ -575,19 +624,18 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
     shared = [leaves[part.place] for part in parts if not part.varies]
     shared += [np.array(traced.numbers)] if traced.numbers else []
     # Doubles come first, so that all numbers are aligned.
-    on_host = {"times": np.asarray(settings.saveat, float)}
+    times = np.asarray(settings.saveat, float)
+    on_host = {"times": times}
     if one_span:
         on_host |= {"start": batch.start[:1], "stop": batch.end[:1]}
-    on_host["atol"] = np.full(d, np.ravel(settings.atol), real)
-    if np.ndim(settings.rtol):
-        on_host["atol"] = np.append(on_host["atol"], np.ravel(settings.rtol).astype(real))
+    on_host["atol"] = _tolerances(settings, d, real)
     if not any(map(is_device_array, shared)):
-        on_host["s"] = np.concatenate([np.ravel(leaf) for leaf in shared] or [np.empty(0)]).astype(real)
+        on_host["s"] = np.concatenate([np.ravel(leaf) for leaf in shared]).astype(real) if shared else np.empty(0, real)
     if one_start:
         on_host["u0"] = batch.u0[:, :1]
-    content, times = b"".join(x.tobytes() for x in on_host.values()), on_host["times"]
+    content = b"".join([x.tobytes() for x in on_host.values()])
     copied = _copied_together if len(content) <= _MOST_COPIED else _copied_together.__wrapped__
-    on_device = dict(zip(on_host, copied(arrays, content, tuple((x.dtype, x.shape) for x in on_host.values()))))
+    on_device = dict(zip(on_host, copied(arrays, content, tuple([(x.dtype, x.shape) for x in on_host.values()]))))
     if "s" not in on_host:
         on_device["s"] = _concatenated(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in shared], (0,), real)
     if not one_span:
@@ -598,6 +646,19 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
         p=_concatenated(arrays, varying, (0, count), real), by_span=int(not one_span), n_saved=times.shape[-1],
         by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
+
+
+def _tolerances(settings: Settings, d: int, real: np.dtype) -> Array:
+    """Return the absolute tolerances per component, with a relative tolerance per component followed by these."""
+    if type(settings.atol) is float and type(settings.rtol) is float:
+        return _repeated(settings.atol, d, real)
+    absolute = np.full(d, np.ravel(settings.atol), real)
+    return np.append(absolute, np.ravel(settings.rtol).astype(real)) if np.ndim(settings.rtol) else absolute
+
+
+@lru_cache(_MOST_COPIES)
+def _repeated(value: float, d: int, real: np.dtype) -> Array:
+    return np.full(d, value, real)
 
 
 @lru_cache(_MOST_COPIES)
