@@ -314,12 +314,13 @@ class Solved:
         saved_bar, end_bar = self.solver.parts(bar)
         cotangents = {}
         for directions, results in self._tangents(self._directions(argnums)):
-            for k, direction in enumerate(directions):
-                row = np.sum(results.du_end[k] * end_bar, axis=0)
-                if saved_bar is not None:
-                    row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
-                # Tangents of failed trajectories may be NaN, which a factor of zero wouldn't remove.
-                cotangents[direction] = np.where(came_through(results.codes), row, 0)
+            by_direction = np.sum(results.du_end * end_bar, axis=1)
+            if saved_bar is not None:
+                sums = [np.sum(results.dsaved[k] * saved_bar, axis=(0, 1)) for k in range(len(directions))]
+                by_direction = by_direction + np.stack(sums)
+            # Tangents of failed trajectories may be NaN, which a factor of zero wouldn't remove.
+            by_direction = np.where(came_through(results.codes), by_direction, 0)
+            cotangents |= {direction: by_direction[k] for k, direction in enumerate(directions)}
         rows = {U0: [cotangents["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
             scalars = [cotangents[self.solver.traced.direction(j)] for j in part.scalars]

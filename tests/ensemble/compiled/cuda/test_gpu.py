@@ -27,6 +27,7 @@ from mpiad.ensemble import (
     Tsit5,
     solve,
 )
+from mpiad.ensemble.compiled.cuda import gpu_solve
 from mpiad.ensemble.compiled.cuda.gpu_solve import sample_batch
 from mpiad.ensemble.members import members
 
@@ -37,6 +38,7 @@ pytestmark = [
 ]
 SELECTED = "mpiad.ensemble.backends.selected_arrays"
 TIMES = [0.0, 0.3, 0.31, 0.9, 1.0]
+RATE = 10.0
 
 
 def lorenz(u, p, t):
@@ -148,6 +150,110 @@ def test_a_number_that_changes_from_solve_to_solve_is_an_argument():
         assert_same(sol, solve(problem, RK45(), compile=False, saveat=TIMES))
         sources.add(sol.problem.kernel_source())
     assert len(sources) == 2
+
+
+class Rates:
+    def __init__(self, fast):
+        self.fast = fast
+
+
+def _options_of_the_base():
+    return {"u0": states(5), "p": parameters(5), "tspan": (0.0, 1.0), "alg": RK45(), "gpu": EnsembleGPU(), "saveat": TIMES}
+
+
+# Of each: what changes between solves.
+CHANGES = {
+    "rtol": {"rtol": 1e-6},
+    "rtol per component": {"rtol": np.array([1e-3, 1e-5, 1e-4])},
+    "atol": {"atol": 1e-9},
+    "atol per component": {"atol": np.array([1e-2, 1e-9, 1e-4])},
+    "dt": {"dt": 0.01},
+    "dtmax": {"dtmax": 0.02},
+    "max_steps": {"max_steps": 9},
+    "method": {"alg": Tsit5()},
+    "controller": {"alg": RK45(controller=PIController())},
+    "saved times": {"saveat": [0.1, 0.2, 0.6]},
+    "saved times at the end": {"saveat": [1.0]},
+    "saved times per trajectory": {"saveat": np.linspace(0, 1, 15).reshape(5, 3)},
+    "both ends": {"saveat": None},
+    "tspan": {"tspan": (0.0, 0.7), "saveat": [0.1, 0.7]},
+    "sign of a zero": {"tspan": (-0.0, 1.0)},
+    "dtype": {"u0": states(5, dtype=np.float32), "p": parameters(5, dtype=np.float32)},
+    "block": {"gpu": EnsembleGPU(block=64)},
+    "NVRTC's options": {"gpu": EnsembleGPU(contract=False)},
+    "states": {"u0": 1.5 * states(5)},
+    "parameters": {"p": 1.1 * parameters(5)},
+    "trajectories": {"u0": states(7), "p": parameters(7)},
+    "events": {"events": Event(lambda u, p, t: u[0] - 1.2)},
+    "events that end": {"events": Event(lambda u, p, t: u[0] - 1.2, terminal=True)},
+    "direction of events": {"events": Event(lambda u, p, t: u[0] - 1.2, direction=-1)},
+}
+
+
+def _changed(changes, backend, f=lorenz):
+    options = {**_options_of_the_base(), **changes}
+    u0, p, tspan, alg, gpu = (options.pop(name) for name in ("u0", "p", "tspan", "alg", "gpu"))
+    if backend is EnsembleGPU:
+        sol = solve(ensemble(f, on_device(u0), on_device(p), None, tspan), alg, gpu, **options)
+    else:
+        sol = solve(ensemble(f, u0, p, None, tspan), alg, backend(), compile=False, **options)
+    sol.u, sol.u_end = on_host(sol.u), on_host(sol.u_end)
+    return sol
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_what_changes_between_solves_counts(name, device):
+    """The spec and the kernels of a signature are found again, so all that they depend on must be part of it."""
+    first = _changed({}, EnsembleGPU)
+    sol, expected = _changed(CHANGES[name], EnsembleGPU), _changed(CHANGES[name], EnsembleVectorized)
+    assert_same(sol, expected, rtol=1e-4 if name == "dtype" else 1e-12)
+    assert sol.u.dtype == expected.u.dtype
+    assert name.startswith("events") <= any(expected.events.values()) and sorted(sol.events) == sorted(expected.events)
+    for i, found in expected.events.items():
+        np.testing.assert_allclose(np.reshape(sol.events[i], (-1, 2)), np.reshape(found, (-1, 2)), rtol=1e-9)
+    if name == "block":
+        assert device.launches[-1][2] == 64
+    if name == "NVRTC's options":
+        assert device.options[-1] == EnsembleGPU(contract=False).options
+    # In the other order, the base finds what the changed solve has prepared.
+    gpu_solve._prepared.clear()
+    _changed(CHANGES[name], EnsembleGPU)
+    again = _changed({}, EnsembleGPU)
+    np.testing.assert_array_equal(again.u, first.u)
+    np.testing.assert_array_equal(again.naccept, first.naccept)
+
+
+@pytest.mark.parametrize("kind", ["variable", "array", "attribute", "global"])
+def test_what_f_reads_and_changes_between_solves_counts(kind):
+    rate, rates, box = 10.0, np.array([10.0]), Rates(10.0)
+    of_module = globals()
+    of_module["RATE"] = 10.0
+    reads = {"variable": lambda: rate, "array": lambda: rates[0], "attribute": lambda: box.fast, "global": lambda: RATE}
+    read = reads[kind]
+
+    def f(u, p, t):
+        return [read() * (u[1] - u[0]), u[0] * (p[0] - u[2]) - u[1], u[0] * u[1] - p[1] * u[2]]
+
+    results = []
+    for value in (10.0, 10.0, 7.0, 5.0, 10.0):
+        rate = rates[0] = box.fast = of_module["RATE"] = value
+        sol = _changed({}, EnsembleGPU, f)
+        assert_same(sol, _changed({}, EnsembleVectorized, f))
+        results.append(sol.u)
+    assert np.abs(results[2] - results[1]).max() > 1e-3 and np.abs(results[3] - results[2]).max() > 1e-3
+
+
+def test_a_solve_with_the_signature_of_an_earlier_one_prepares_nothing(monkeypatch):
+    calls = []
+    make = gpu_solve.kernel_spec_of
+    monkeypatch.setattr(gpu_solve, "kernel_spec_of", lambda *args: calls.append(args) or make(*args))
+    gpu_solve._prepared.clear()
+    for k in range(4):
+        changes = {"u0": states(5 + k), "p": parameters(5 + k), "rtol": 1e-3 / (k + 1), "tspan": (0.0, 1.5 + k)}
+        _changed(changes, EnsembleGPU)
+    assert len(calls) == 1
+    _changed({"alg": Tsit5()}, EnsembleGPU)
+    assert len(calls) == 2
 
 
 def test_single_precision():
