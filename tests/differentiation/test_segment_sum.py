@@ -60,7 +60,7 @@ def test_no_entries():
 def test_lists_of_numbers():
     """Also of traced ones."""
     np.testing.assert_array_equal(mpiad.segment_sum([1.0, 2.0, 4.0], [2, 0, 2], 3), [2.0, 0.0, 5.0])
-    gradient = mpiad.grad(lambda x: anp.sum(mpiad.segment_sum([x[1], x[0] ** 2, 1.0], [1, 1, 0], 2) ** 2))
+    gradient = mpiad.grad(lambda x: anp.sum(mpiad.segment_sum([x[1], x[0] ** 2, 1.0], [1, 1, 0], 2) ** 2), objective="sum")
     np.testing.assert_allclose(gradient(np.array([2.0, 3.0])), [2 * 7 * 4, 2 * 7])
 
 

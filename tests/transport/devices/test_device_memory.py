@@ -76,7 +76,9 @@ def test_descriptors_go_through_mpi_and_hosts_do_not_wait(length):
         memory.copies = 0
         double.memory.stream.late = 0.001
         mpiad.mpi_send(x, RIGHT)
-        came = [mpiad.mpi_recv(x, LEFT), mpiad.mpi_exchange(x, RIGHT, LEFT)]
+        came = [mpiad.mpi_recv(x, LEFT)]
+        mpiad.mpi_barrier()  # the receiver of this rank's array, another rank than LEFT, has offered a slot
+        came.append(mpiad.mpi_exchange(x, RIGHT, LEFT))
         sent = mpiad.mpi_isend(x, RIGHT, tag=3)
         came.append(mpiad.mpi_recv(x, MPI.ANY_SOURCE, tag=3))
         mpiad.mpi_wait(sent)
