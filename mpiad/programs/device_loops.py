@@ -68,13 +68,14 @@ class LoopKernel(NamedTuple):
 
     body: str
     threads: int
-    traced: str = ""
+    traced: str
 
     @classmethod
     def of(cls, head: Sequence[str], threads: int, lines: Sequence[str]) -> LoopKernel:
         """Return a kernel with declarations, and the statements of a thread, whose number is `thread`."""
         each = [f"    ONE(thread, {threads}) {{", *indented([*lines], 2), "    }", "#undef real"]
-        return cls("\n".join([*head, *each]), threads)
+        body = "\n".join([*head, *each])
+        return cls(body, threads, body)
 
 
 def text_of(body: str, name: str, blocks: int = 4) -> str:
@@ -145,10 +146,11 @@ class DeviceLoop(LoopText):
         roots, bodies = {root_of(buffers, b) for b in self.written}, list[list[str]]()
         written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
         for lines, texts in self._bodies:
-            # What is overwritten is read before.
-            first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
-            order = range(len(lines)) if is_traced else with_few_live(lines, first)
-            bodies.append([*(texts[k] for k in order), *combined])
+            if not is_traced:
+                # What is overwritten is read before.
+                first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
+                texts = [texts[k] for k in with_few_live(lines, first)]
+            bodies.append([*texts, *combined])
         if len(bodies) < 2:
             return bodies[0] if bodies else []
         inside, outside = map(indented, bodies)

@@ -439,6 +439,12 @@ def test_kernels_that_spill_are_compiled_once_more(spilled, way):
     assert [kernel.way for kernel in compiled([kernels[1], kernels[0], kernels[0]], Spilling())] == [(4, "few"), way, way]
 
 
+def test_kernels_with_one_order_do_the_same_in_each_way():
+    """Such as those of updates in place, whose statements aren't ordered."""
+    kernel = LoopKernel.of(["    double* a = (double*)words[0];"], 3, ["a[thread] = 1.0;"])
+    assert "a[thread] = 1.0;" in kernel.traced and kernel.traced == kernel.body
+
+
 @pytest.mark.serial
 def test_halos_without_messages_are_filled_by_kernels(rng, launcher):
     domain = Domain((6, 5), halo=1, periodic=(True, False))
