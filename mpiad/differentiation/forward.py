@@ -16,7 +16,7 @@ from autograd.core import JVPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.advice import itself, objects_error, refuse_pickling
+from mpiad.differentiation.advice import itself, refuse_pickling
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.in_place import is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
@@ -30,7 +30,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     refusal,
 )
-from mpiad.differentiation.tape import DetachedNode, LibraryTape, all_on, holds_objects, still_traced, trace_list
+from mpiad.differentiation.tape import DetachedNode, LibraryTape, all_on, refuse_objects, still_traced, trace_list
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Recorded, suspended
 from mpiad.pytrees import is_variable
@@ -75,8 +75,7 @@ class TangentNode(JVPNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
-        if holds_objects(value, tape.number):
-            raise objects_error(fun)
+        refuse_objects(value, tape.number, fun, parent_argnums, args, kwargs)
         if kwargs or len(args) > 2 or is_unusual(value, args):
             noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if not all_on(tape, parents):
@@ -151,8 +150,7 @@ class BundleNode(TangentNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
-        if holds_objects(value, tape.number):
-            raise objects_error(fun)
+        refuse_objects(value, tape.number, fun, parent_argnums, args, kwargs)
         if kwargs or len(args) > 2 or is_unusual(value, args):
             noted(self, value, fun, args, kwargs, parent_argnums, parents)
         self.tape = tape

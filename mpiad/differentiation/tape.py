@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -64,8 +64,7 @@ class OrderedNode(VJPNode):
 
     def __init__(self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Parents):
         tape = parents[0].tape
-        if holds_objects(value, tape.number):
-            raise objects_error(fun)
+        refuse_objects(value, tape.number, fun, parent_argnums, args, kwargs)
         if kwargs or len(args) > 2 or is_unusual(value, args):
             args = noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if len(parents) == 1:
@@ -123,12 +122,18 @@ def changeable(arrays: Sequence[np.ndarray]) -> Iterator[None]:
             tape.changeable = before
 
 
-def holds_objects(value: Array, number: int) -> bool:
-    """Return whether a result contains traced values of this trace or a later one as objects."""
+def refuse_objects(value: Array, number: int, fun: Function, argnums: tuple, args: tuple, kwargs: dict) -> None:
+    """Raise an error if a result of `fun` contains traced values of this trace or a later one as objects."""
     kind = type(value)
     if kind is not np.ndarray:
-        return kind in _box_types and value._trace >= number
-    return value.dtype is _OBJECTS and any(type(entry) in _box_types for entry in value.flat)
+        is_lost = kind in _box_types and value._trace >= number
+    else:
+        is_lost = value.dtype is _OBJECTS and any(type(entry) in _box_types for entry in value.flat)
+    if is_lost:
+        if fun in VJP_RULES:
+            with suppress(TypeError, ValueError, AttributeError):  # of objects, in place of numbers
+                VJP_RULES[fun](argnums, value, args, kwargs)  # raises NotImplementedError if it lacks an argument
+        raise objects_error(fun)
 
 
 def copy_if_changeable(x: Array, arrays: Sequence[np.ndarray]) -> Array:
