@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import inspect
 import json
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -153,11 +154,15 @@ def _wrong_array(place: int, argument: Argument, value: object) -> TypeError:
 # The cache on disk: one file per kernel.
 #
 # The files are executed, so files or folders that other users can write to are ignored, and so are files with a wrong
-# checksum. A file is written under a temporary name and then renamed, so it is always complete. If several processes need
-# the same kernel at the same time, each compiles it, which takes as long as waiting for one of them.
+# checksum. A file is written under a temporary name and then renamed, so it is always complete.
+#
+# The ranks of a job need the same kernels at the same time, and divide the work: the kernels of a program are compiled in
+# parts. A process locks a part, compiles it and writes it to the disk; then it takes the next part that isn't locked; at
+# last it waits for the other parts. The operating system unlocks what a process had locked that has ended, and nobody waits
+# for a process that doesn't get on: each can compile all parts.
 
 
-_SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
+_SUFFIX, _UNFINISHED, _LOCKS = ".kernel", "unfinished-", "locks"
 # The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
 _MAX_ENTRIES, _MAX_AGE = 4096, 86_400.0
 
@@ -289,28 +294,114 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
 
 
 def _from_disk_or_compiled(known: Mapping[_Known, Source], call: str) -> dict[_Known, Kernel]:
-    """Return kernels from one object file; if it is compiled, it is written to the disk."""
-    started = time.perf_counter()
-    key = _source_key([*known]) + _checksum(_machine().encode()).decode()[:_KEY]
-    folder, sources, keys = cache_folder(), [*known.values()], [source.key for source in known.values()]
-    path, signatures = None if folder is None else folder / f"{key}{_SUFFIX}", [each.signature for each in sources]
-    content, functions, origin = None if path is None else find(path), None, "disk"
-    if content is not None:
+    """Return kernels from the disk, compiled by this process and written to the disk, or compiled by another process."""
+    started, folder, made = time.perf_counter(), cache_folder(), dict[_Known, tuple[Callable[..., None], str]]()
+    waiting = [_Part({each: known[each] for each in part}, folder) for part in _parts(known)]
+    first = os.getpid() % len(waiting)  # ranks begin with different parts
+    waiting, limit = waiting[first:] + waiting[:first], 0.0
+    with _Locks(folder) as locks:
+        while waiting:
+            locked = []
+            for part in waiting:
+                functions, origin = part.found(), "disk"
+                if functions is None and (limit and time.perf_counter() > limit or locks.take(part.key)):
+                    functions = part.found()  # by another process, before this one has locked it
+                    if functions is None:
+                        functions, origin = part.compiled(), "compiled"
+                    locks.release(part.key)
+                if functions is None:
+                    locked.append(part)
+                else:
+                    made.update(zip(part.known, [(function, origin) for function in functions]))
+            if len(locked) == len(waiting):
+                limit = limit or time.perf_counter() + _PATIENCE + 10 * (time.perf_counter() - started)
+                time.sleep(0.005)
+            waiting = locked
+    seconds, name = time.perf_counter() - started, next(iter(known.values())).name
+    action = "compiled" if any(origin == "compiled" for _, origin in made.values()) else "loaded"
+    names = f"{name} kernel was" if len(known) == 1 else f"{len(known)} kernels were"
+    _log.log(logging.INFO if call else logging.DEBUG, f"{call or 'kernels'}: the {names} {action} in {seconds:.2f} s.")
+    return {each: Kernel(function, seconds, origin) for each, (function, origin) in made.items()}
+
+
+# The largest number of parts of a program's kernels, and the length of texts for each part: about 0.1 s.
+_MOST_PARTS, _PART = 8, 5000
+_PATIENCE = 10.0  # the least number of seconds that a process waits for others; see `_from_disk_or_compiled`
+
+
+def _parts(known: Iterable[_Known]) -> list[list[_Known]]:
+    """Return parts of about equal lengths of texts."""
+    count = min(_MOST_PARTS, 1 + sum(len(each[2][0]) for each in known) // _PART)
+    parts, lengths = [list[_Known]() for _ in range(count)], [0] * count
+    for each in sorted(known, key=lambda each: len(each[2][0]), reverse=True):
+        k = lengths.index(min(lengths))
+        parts[k].append(each)
+        lengths[k] += len(each[2][0])
+    return [part for part in parts if part]
+
+
+class _Part:
+    """Kernels with one object file."""
+
+    def __init__(self, known: Mapping[_Known, Source], folder: Path | None) -> None:
+        self.known, self.sources, self.keys = known, [*known.values()], [source.key for source in known.values()]
+        self.key = _source_key([*known]) + _checksum(_machine().encode()).decode()[:_KEY]
+        self.path = None if folder is None else folder / f"{self.key}{_SUFFIX}"
+
+    def found(self) -> list[Callable[..., None]] | None:
+        """Return the functions from the disk; None if they aren't there, or can't be used."""
+        content = None if self.path is None else find(self.path)
+        if content is None:
+            return None
         header, _, file = content.partition(b"\n")
         texts, outside = json.loads(header)
         try:
-            functions = loaded(file, outside, signatures) if texts == [list(each) for each in keys] else None
+            return self._loaded(file, outside) if texts == [list(each) for each in self.keys] else None
         except OSError as error:
-            _log.info("the compiled kernel of %s can't be used: %s", key, error)
-    if functions is None:
-        (file, outside), origin = code_of(sources, next(iter(known))[1]), "compiled"
-        if path is not None:
-            keep(path, json.dumps([keys, outside]).encode() + b"\n" + file)
-        functions = loaded(file, outside, signatures)
-    seconds, action = time.perf_counter() - started, "compiled" if origin == "compiled" else "loaded"
-    names = f"{sources[0].name} kernel was" if len(sources) == 1 else f"{len(sources)} kernels were"
-    _log.log(logging.INFO if call else logging.DEBUG, f"{call or key[:12]}: the {names} {action} in {seconds:.2f} s.")
-    return {each: Kernel(function, seconds, origin) for each, function in zip(known, functions)}
+            _log.info("the compiled kernel of %s can't be used: %s", self.key, error)
+            return None
+
+    def compiled(self) -> list[Callable[..., None]]:
+        """Return the compiled functions, which are written to the disk."""
+        file, outside = code_of(self.sources, next(iter(self.known))[1])
+        if self.path is not None:
+            keep(self.path, json.dumps([self.keys, outside]).encode() + b"\n" + file)
+        return self._loaded(file, outside)
+
+    def _loaded(self, file: bytes, outside: Sequence[str]) -> list[Callable[..., None]]:
+        return loaded(file, outside, [source.signature for source in self.sources])
+
+
+class _Locks:
+    """Parts that this process compiles, as locks of bytes of a file, which others of this user see."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path, self._file = None if folder is None else folder / _LOCKS, -1
+
+    def __enter__(self) -> _Locks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def take(self, key: str) -> bool:
+        """Return whether no other process has locked a part, which is locked then if this system has locks."""
+        if self._path is None:
+            return True
+        try:
+            if self._file < 0:
+                self._file = _private_file(str(self._path), os.O_RDWR | os.O_CREAT)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key[:15], 16))
+        except OSError as error:
+            return not isinstance(error, BlockingIOError)
+        return True
+
+    def release(self, key: str) -> None:
+        """Unlock a part, if it is locked."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):  # of file systems without locks
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, int(key[:15], 16))
 
 
 # The length of each half of a kernel's key.
@@ -324,7 +415,8 @@ def _source_key(known: Sequence[_Known]) -> str:
 
 @cache
 def _compiler() -> str:
-    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _COMPILER)
+    """Return the checksum of the source files of the compiler."""
+    return _checksum(b"\n".join(Path(__file__).with_name(name).read_bytes() for name in _COMPILER)).decode()
 
 
 @cache

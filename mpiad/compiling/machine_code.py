@@ -1,8 +1,8 @@
 """Object files from LLVM's intermediate representation, compiled in this process or in a second one.
 
 llvmlite loses some 80 kB whenever it builds and runs LLVM's passes, and nothing gives this memory back; translating,
-linking and loading lose none. So the kernels of a program are one module, and after `MOST_HERE` modules a second process
-compiles for this one, which replaces it by a new one after `_MOST_THERE` modules.
+linking and loading lose none. So the kernels of a part of a program are one module, and after `MOST_HERE` modules a second
+process compiles for this one, which replaces it by a new one after `_MOST_THERE` modules.
 
 There is one such process per rank that needs it, not one per node: it reads from a pipe that is closed with its rank, even
 if the rank is killed; no address exists at which others could ask it or answer for it; and no rank waits for another's

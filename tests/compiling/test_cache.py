@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -58,9 +60,9 @@ def again(constant=2.0):
     return made(constant).origin
 
 
-def start(folder):
+def start(folder, program=PROGRAM):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=launch.launch_environment(1, folder.parent, {}),
     )  # fmt: skip
 
@@ -82,8 +84,13 @@ def together(processes, constant):
     return found
 
 
+def entries(folder):
+    """Return the files of a folder, without the one whose bytes processes lock."""
+    return [path for path in folder.iterdir() if path.name != "locks"]
+
+
 def the_entry(folder):
-    (entry,) = folder.iterdir()
+    (entry,) = entries(folder)
     return entry
 
 
@@ -92,7 +99,7 @@ def test_a_kernel_is_compiled_once(folder):
     assert first.origin == "compiled" and made() is first
     assert made(5.0).function is not first.function
     assert again() == "disk" and again(5.0) == "disk"
-    assert len(list(folder.iterdir())) == 2
+    assert len(entries(folder)) == 2
     # Another one of the same text, whose operations may be fused.
     assert cache.kernel_of(TEXT.format(constant=5.0), "run", SIGNATURE, "contract").origin == "compiled"
 
@@ -108,7 +115,80 @@ def test_the_next_process_takes_it_from_disk(folder):
 def test_processes_that_begin_together_leave_one_file(folder):
     found = together([start(folder) for _ in range(2)], 7.0)
     assert [each[1:] for each in found] == [(23.0, "")] * 2
-    assert len(list(folder.iterdir())) == 1 and again(7.0) == "disk"
+    assert len(entries(folder)) == 1 and again(7.0) == "disk"
+
+
+# Each kernel is a part of its own.
+SIX = """
+import json, sys
+from mpiad.compiling.cache import Source, kernels_of
+import numpy as np
+lines = [f"    out[0] = math.sin(out[0]) + {k}.5 * x" for k in range(150)]
+texts = ["\\n".join([f"def run(x, out):", f"    out[0] = {k}.0", *lines]) for k in range(6)]
+print("ready", flush=True)
+sys.stdin.read()
+made = kernels_of([Source(text, "run", "void(float64, float64[::1])") for text in texts])
+out = np.zeros((6, 1))
+for kernel, each in zip(made, out):
+    kernel.function(0.25, each)
+print(json.dumps([[kernel.origin for kernel in made], out[:, 0].tolist(), 0]))
+"""
+
+
+@pytest.mark.launches
+def test_processes_that_begin_together_divide_the_kernels(folder):
+    found = together([start(folder, SIX) for _ in range(3)], 0)
+    expected = np.arange(6.0)
+    for k in range(150):
+        expected = np.sin(expected) + (k + 0.5) * 0.25
+    assert len(entries(folder)) == 6
+    for _, values, err in found:
+        np.testing.assert_allclose(values, expected, rtol=1e-13)
+        assert not err
+    # Each is compiled by one process, and read by the others.
+    assert all(sorted(each) == ["compiled", "disk", "disk"] for each in zip(*[origins for origins, *_ in found]))
+
+
+HOLDER = """
+import fcntl, os, sys
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.lockf(descriptor, fcntl.LOCK_EX, 0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(folder):
+    """A process that has locked all parts, and compiles none."""
+    folder.mkdir(mode=0o700)
+    command = [sys.executable, "-c", HOLDER, str(folder / "locks")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.launches
+def test_the_kernels_of_a_process_that_is_killed_are_compiled_by_another(holder):
+    threading.Timer(0.3, holder.kill).start()
+    started = time.monotonic()
+    assert made().origin == "compiled" and time.monotonic() - started > 0.25
+    holder.wait(50)
+
+
+@pytest.mark.launches
+def test_nobody_waits_for_ever_for_the_kernels_of_another_process(holder, monkeypatch):
+    monkeypatch.setattr(cache, "_PATIENCE", 0.2)
+    assert made().origin == "compiled" and holder.poll() is None
+
+
+def test_without_locks_each_process_compiles(monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "lockf", unsupported)
+    assert made().origin == "compiled" and again() == "disk"
 
 
 @pytest.mark.launches
@@ -119,7 +199,7 @@ def test_processes_that_find_damage_together_make_it_again(folder):
     found = together([start(folder) for _ in range(2)], 2.0)
     assert "compiled" in [origin for origin, *_ in found]
     assert any("compiled again" in warnings for *_, warnings in found)
-    assert len(list(folder.iterdir())) == 1 and again() == "disk"
+    assert len(entries(folder)) == 1 and again() == "disk"
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
@@ -128,7 +208,7 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", full)
-        assert made().origin == "compiled" and not list(folder.iterdir())
+        assert made().origin == "compiled" and not entries(folder)
     assert again() == "compiled" and again() == "disk"
 
 
@@ -142,7 +222,7 @@ def test_what_was_damaged_is_made_again(folder, part, damage, caplog):
     path.write_bytes(content[:place] if damage == "cut" else content[:place] + b"?" + content[place:][1:])
     assert again() == "compiled"
     assert "compiled again" in caplog.text
-    assert again() == "disk" and len(list(folder.iterdir())) == 1
+    assert again() == "disk" and len(entries(folder)) == 1
 
 
 def test_what_is_missing_is_made_again(folder, caplog):
@@ -155,7 +235,7 @@ def test_an_entry_of_another_text_is_not_taken(folder):
     made()
     other = the_entry(folder).read_bytes()
     made(5.0)
-    (path,) = [path for path in folder.iterdir() if path.read_bytes() != other]
+    (path,) = [path for path in entries(folder) if path.read_bytes() != other]
     path.write_bytes(other)
     assert again(5.0) == "compiled"
 
@@ -165,7 +245,7 @@ def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
     made()
     first = the_entry(folder)
     made(5.0)
-    (second,) = set(folder.iterdir()) - {first}
+    (second,) = set(entries(folder)) - {first}
     left = [folder / "unfinished-by-a-killed-process", folder / "unfinished-yet"]
     for path, age in ((first, 30.0), (second, 20.0), (left[0], 1e5), (left[1], 10.0)):
         path.touch()
@@ -266,7 +346,7 @@ def test_the_users_own_folder_may_be_named_by_a_tilde(folder, monkeypatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MPIAD_CACHE", "~/x")
     assert made().origin == "compiled"
-    assert len(list((tmp_path / "home" / "x").iterdir())) == 1 and not (tmp_path / "~").exists()
+    assert len(entries(tmp_path / "home" / "x")) == 1 and not (tmp_path / "~").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="numbers of users are POSIX's")
@@ -295,10 +375,10 @@ def test_the_default_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made()
     assert (tmp_path / "cache" / "mpiad").stat().st_mode & 0o777 == 0o700
-    assert len(list((tmp_path / "cache" / "mpiad").iterdir())) == 1
+    assert len(entries(tmp_path / "cache" / "mpiad")) == 1
 
 
 def test_a_kernel_that_does_not_compile_leaves_nothing(folder):
     with pytest.raises(Exception, match="undefined_name"):
         cache.kernel_of(TEXT.format(constant="undefined_name"), "run", SIGNATURE)
-    assert not folder.exists() or not list(folder.iterdir())
+    assert not folder.exists() or not entries(folder)
