@@ -18,7 +18,6 @@ Programs that tests start, and all of `--thorough`, have them.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib
 import os
@@ -45,7 +44,6 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
-from mpiad.cache_folder import cache_folder
 from mpiad.compiling import cache as kernel_cache
 from mpiad.transport import channel
 from mpiad.transport.core import random_keys
@@ -137,8 +135,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
-        if WORLD.size > 1:
-            compile_in_turn(Path(os.environ["MPIAD_LAUNCH_FOLDER"]) / "kernels-in-work")
     mpi_init()
     short_turns.take()
     # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
@@ -187,24 +183,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
     left_out |= {item for item in items if whole and not _runs_here(config, item)}
     _leave_out(config, items, left_out)
-
-
-def compile_in_turn(file: Path) -> None:
-    """Let ranks that need the same kernel wait for the first of them, and then load it from the disk.
-
-    On as many cores as ranks waiting would take as long as compiling, but tests run on fewer.
-    """
-    bare = kernel_cache._from_disk_or_compiled
-
-    def waiting(known: Mapping, call: str) -> dict:
-        if cache_folder() is None:
-            return bare(known, call)
-        with open(file, "a") as locks:
-            # A byte of the file for each kernel; the lock ends when the file is closed, or the process ends.
-            fcntl.lockf(locks, fcntl.LOCK_EX, 1, zlib.crc32(repr([*known]).encode()))
-            return bare(known, call)
-
-    kernel_cache._from_disk_or_compiled = waiting
 
 
 class _FromAnotherFile(pytest.Dir):
