@@ -142,8 +142,9 @@ class CupyArrays:
         return x.data.ptr if x.size else 0
 
     def stream(self) -> int:
-        """Return the address of the current stream."""
-        return int(cupy.cuda.get_current_stream().ptr)
+        """Return the address of the current stream of this device."""
+        with self.current():
+            return int(cupy.cuda.get_current_stream().ptr)
 
 
 @cache
