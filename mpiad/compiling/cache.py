@@ -234,10 +234,7 @@ def _checksum(content: bytes) -> bytes:
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
-_COMPILER = (
-    "translation.py", "folding.py", "kernel_language.py", "elementary.py", "block_builder.py", "arguments.py",
-    "machine_code.py", "cache.py",
-)  # fmt: skip
+_COMPILER = "translation folding kernel_language elementary block_builder arguments machine_code cache".split()
 
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.
@@ -416,7 +413,7 @@ def _source_key(known: Sequence[_Known]) -> str:
 @cache
 def _compiler() -> str:
     """Return the checksum of the source files of the compiler."""
-    return _checksum(b"\n".join(Path(__file__).with_name(name).read_bytes() for name in _COMPILER)).decode()
+    return _checksum(b"\n".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _COMPILER)).decode()
 
 
 @cache

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
 from functools import cache, reduce
 
 # The addition of `shift` rounds to an integer n, whose bits become the last ones of the significand.
@@ -245,7 +244,8 @@ def definitions(fused: bool) -> dict[str, ast.FunctionDef]:
     terms = [(-1) ** (k // 2) * (math.pi / 2) ** k / math.factorial(k) for k in range(14)]
     series = {"series": _SERIES, "longer": _LONGER, "sine": terms[1::2], "cosine": terms[::2]}
     texts = {name: repr(value) for name, value in _CONSTANTS.items()}
-    texts |= {name: _horner(coefficients) for name, coefficients in series.items()}
+    for name, (*lower, highest) in series.items():  # Horner's rule
+        texts[name] = reduce(lambda text, c: f"fma({text}, z, {c!r})", reversed(lower), repr(highest))
     for exponent in (110, 88, 66, 44, 22):  # 2^exponent ≤ a < 2^(exponent + 22)
         part = _TWO_OVER_PI % 2 ** (256 + 25 - max(exponent, 25))
         rest = part % 2 ** (part.bit_length() - 53)  # not negative, so that t is -0 for x = -0
@@ -270,7 +270,3 @@ def _text(kind: str) -> str:
     terms = [f"    s = fma(s, r, {literal.format(1 / math.factorial(k))})" for k in range(degree - 1, 1, -1)]
     number_of = "single_of" if single else "number_of"
     return _TEXT.format(terms="\n".join(terms), number_of=number_of, **names)
-
-
-def _horner(coefficients: Sequence[float]) -> str:
-    return reduce(lambda text, c: f"fma({text}, z, {c!r})", coefficients[-2::-1], repr(coefficients[-1]))

@@ -88,13 +88,11 @@ def _references_in(x: object) -> list[Ref]:
     return list(found)
 
 
-def _reads_arrays(key: object) -> bool:
-    return any(type(part) in (Ref, Constant) for part in (key if type(key) is tuple else (key,)))
-
-
 def _cost(step: Step) -> float:
-    if step.fun is take and _reads_arrays(step.args[1]):
-        return math.inf
+    if step.fun is take:
+        key = step.args[1]
+        if any(type(part) in (Ref, Constant) for part in (key if type(key) is tuple else (key,))):
+            return math.inf
     if step.fun is np.power:
         return 2 if type(step.args[1]) in PYTHON_NUMBERS and step.args[1] in (2, 3) else math.inf
     if step.fun in _SIMPLE or step.fun in _MOVES:
