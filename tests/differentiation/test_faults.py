@@ -362,6 +362,7 @@ def test_an_inner_exception_that_is_caught_on_all_ranks(rank, size, rank_rng):
     assert_close(mpiad.grad(robust)(xs[rank]), gradients(whole, xs)[rank])
 
 
+@pytest.mark.interpreted  # a trace that is interrupted has sent nothing
 def test_a_keyboard_interrupt_leaves_like_any_other(rank, size, rank_rng):
     before = trace_stack.top
 
