@@ -248,8 +248,7 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # releases the GIL; see `loaded`
-    seconds: float  # the time in which this process compiled or loaded the kernel, with those of the same object file
-    origin: str  # "compiled", or "disk" if the kernel was loaded from the disk
+    origin: str  # "compiled" by this process, or "disk" if the kernel was loaded from the disk
 
 
 def kernels_of(sources: Sequence[Source], fast: str = "", call: str = "") -> list[Kernel]:
@@ -292,7 +291,7 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
 
 def _from_disk_or_compiled(known: Mapping[_Known, Source], call: str) -> dict[_Known, Kernel]:
     """Return kernels from the disk, compiled by this process and written to the disk, or compiled by another process."""
-    started, folder, made = time.perf_counter(), cache_folder(), dict[_Known, tuple[Callable[..., None], str]]()
+    started, folder, made = time.perf_counter(), cache_folder(), dict[_Known, Kernel]()
     waiting = [_Part({each: known[each] for each in part}, folder) for part in _parts(known)]
     first = os.getpid() % len(waiting)  # ranks begin with different parts
     waiting, limit = waiting[first:] + waiting[:first], 0.0
@@ -309,16 +308,16 @@ def _from_disk_or_compiled(known: Mapping[_Known, Source], call: str) -> dict[_K
                 if functions is None:
                     locked.append(part)
                 else:
-                    made.update(zip(part.known, [(function, origin) for function in functions]))
+                    made.update(zip(part.known, [Kernel(function, origin) for function in functions]))
             if len(locked) == len(waiting):
                 limit = limit or time.perf_counter() + _PATIENCE + 10 * (time.perf_counter() - started)
                 time.sleep(0.005)
             waiting = locked
     seconds, name = time.perf_counter() - started, next(iter(known.values())).name
-    action = "compiled" if any(origin == "compiled" for _, origin in made.values()) else "loaded"
+    action = "compiled" if any(kernel.origin == "compiled" for kernel in made.values()) else "loaded"
     names = f"{name} kernel was" if len(known) == 1 else f"{len(known)} kernels were"
     _log.log(logging.INFO if call else logging.DEBUG, f"{call or 'kernels'}: the {names} {action} in {seconds:.2f} s.")
-    return {each: Kernel(function, seconds, origin) for each, (function, origin) in made.items()}
+    return made
 
 
 # The largest number of parts of a program's kernels, and the length of texts for each part: about 0.1 s.
