@@ -40,14 +40,24 @@ from autograd.tracer import getval
 from choice.systems import CASES, DEEP
 from lorenz import problem as lorenz_problem
 from lorenz.problem import ATOL, BETA, RTOL, SIGMA, START, T0, T1
-from reaches import report
+from reaches import report, report_missing
 from stiff import systems
 
 import mpiad
 import mpiad.device
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.device import is_device_array, to_device, to_host
-from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Rodas5P, remake, solve
+from mpiad.ensemble import (
+    RK45,
+    BatchSum,
+    EnsembleGPU,
+    EnsembleProblem,
+    EnsembleVectorized,
+    ODEProblem,
+    Rodas5P,
+    remake,
+    solve,
+)
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 
@@ -59,6 +69,8 @@ CPU_COUNT = {"lorenz": 50_000, "robertson": 5_000}
 # Published for GPUs of the same class: states at N = 524,288, value and gradient at N = 32,768.
 TARGETS = {("forward", 524_288): 0.66, ("adjoint", 32_768): 1.0}
 MOST_STIFF = 1_000_000
+# Trajectories of a loss that is summed in batches, those of a batch, and the aim for the value with its gradient.
+SUMMED, BATCH, SUMMED_TARGET = 1_000_000_000, 10_000_000, 3.0
 
 
 class Case(NamedTuple):
@@ -287,10 +299,38 @@ def main() -> None:
             for n in options.n:
                 if not stiff or n <= MOST_STIFF:
                     rows += measure(case, n, dtype, here, cpu, options.rounds, not options.no_peer)
+    rows += in_batches()
     rows += networks()
     check()
     if options.json:
         options.json.write_text(json.dumps({"device": here._asdict(), "rows": rows}, indent=1))
+
+
+def summed(rho, size: int):
+    """Return the sum over Lorenz systems of the squares of their end states, computed in batches; rho: shape (n, 1)."""
+    total = BatchSum(lambda sol, numbers: anp.sum(sol.u_end**2))
+    problem = EnsembleProblem(ODEProblem(lorenz, np.array(START), (T0, T1)), p=rho, reduction=total)
+    return solve(problem, RK45(), EnsembleGPU(), batch_size=size, rtol=RTOL, atol=ATOL).u
+
+
+def in_batches(n: int = SUMMED, size: int = BATCH, rounds: int = 2) -> list[dict]:
+    """Measure the value of a sum over n Lorenz systems, and its gradient with respect to each parameter."""
+    import cupy
+
+    line = f"Lorenz on a GPU, value and gradient, {n:.0e} in batches of {size:.0e}, s"
+    pool, wait = cupy.get_default_memory_pool(), cupy.cuda.get_current_stream().synchronize
+    pool.free_all_blocks()
+    # The parameters, the gradients of all batches, and their product with the cotangent.
+    if cupy.cuda.runtime.memGetInfo()[0] < 4 * 8 * n:
+        report_missing(line, "the parameters and their gradient exceed the memory")
+        return []
+    rho, row = cupy.linspace(0.0, 21.0, n)[:, None], {"system": "lorenz", "case": "in batches", "n": n, "size": size}
+    row["call_s"] = smallest(partial(mpiad.value_and_grad(partial(summed, size=size)), rho), rounds, wait)[1]
+    row["forward_s"] = smallest(partial(summed, rho, size), rounds, wait)[1]
+    row["bytes"] = pool.total_bytes()
+    print(f"{line}: {row['call_s']:.2f}, value alone {row['forward_s']:.2f}, {row['bytes'] / 1e9:.1f} GB", flush=True)
+    report(line, row["call_s"], at_most=SUMMED_TARGET)
+    return [row]
 
 
 def networks(counts: tuple[int, ...] = (1_000, 100_000)) -> list[dict]:

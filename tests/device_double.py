@@ -12,6 +12,7 @@ to MPI only behind a synchronisation, and only inside `cuda_aware()`. All copies
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,43 @@ class Transfers:
 
 
 transfers = Transfers()
+
+
+class Memory:
+    """The bytes of the arrays that are alive, of those made since `watched_memory`, and the largest number of bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+        self._known: set[int] = set()
+
+    def note(self, values: np.ndarray) -> None:
+        while isinstance(values.base, np.ndarray):
+            values = values.base
+        if id(values) not in self._known:
+            self._known.add(id(values))
+            self.bytes += values.nbytes
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(values, self._freed, id(values), values.nbytes)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.bytes -= nbytes
+
+
+@contextmanager
+def watched_memory() -> Iterator[Memory]:
+    """Watch the memory of the arrays that are made inside."""
+    memory, make = Memory(), DeviceArray._of
+
+    def noted(values: np.ndarray) -> DeviceArray:
+        memory.note(values)
+        return make(values)
+
+    DeviceArray._of = staticmethod(noted)  # type: ignore[method-assign]
+    try:
+        yield memory
+    finally:
+        DeviceArray._of = staticmethod(make)  # type: ignore[method-assign]
 
 
 class _Flags:

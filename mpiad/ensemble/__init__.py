@@ -1,6 +1,7 @@
 """Ensembles of ordinary differential equations: each trajectory with its own time, step and error control."""
 
 from mpiad.ensemble.backends import EnsembleGPU, EnsembleSerial, EnsembleThreads, EnsembleVectorized
+from mpiad.ensemble.batch_sum import BatchSum, SummedSolution
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.fit import FitResult, FitStarts, fit
@@ -20,9 +21,9 @@ from mpiad.ensemble.solve import solve
 from mpiad.ensemble.steady_state import SteadyStateSolution, steady_state
 
 __all__ = [
-    "BS3", "RK4", "RK45", "ConvergenceCode", "CubicSpline", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem",
+    "BS3", "RK4", "RK45", "BatchSum", "ConvergenceCode", "CubicSpline", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem",
     "EnsembleSerial", "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "FitStarts",
-    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
-    "Vern7", "fit", "interp", "remake", "solve", "steady_state",
+    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution",
+    "SummedSolution", "Tsit5", "Vern7", "fit", "interp", "remake", "solve", "steady_state",
 ]  # fmt: skip
 __dir__ = __all__.copy

@@ -97,7 +97,7 @@ def _stack(arrays: list[Array], axis: int = 0) -> Array:
 def as_state(u0: Array) -> Array:
     """Return an initial state as an array of real or complex floats; raise a TypeError for unsupported dtypes."""
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
-    state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
+    state = anp.array(u0) if traced and not is_device_array(getval(u0)) else as_array(u0)
     if state.dtype.kind in "biu":
         return state.astype(float)
     if state.dtype.char not in "fdFD" or not state.dtype.isnative:
@@ -114,7 +114,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
-        p = Parameters([_trajectories_last(_rows(_array(leaf), numbers)) for leaf in leaves], [True] * len(leaves), build)
+        p = Parameters([_trajectories_last(_rows(as_array(leaf), numbers)) for leaf in leaves], [True] * len(leaves), build)
     start, end = _spans(ensemble, numbers)
     first = as_state(problem.u0)
     states = initial_states(ensemble, numbers, first)
@@ -155,7 +155,8 @@ def _trajectories_last(leaf: Array) -> Array:
     return np.array(moved, order="C") if arrays is None else arrays.copy(moved)
 
 
-def _array(leaf: Array) -> Array:
+def as_array(leaf: Array) -> Array:
+    """Return traced values and device arrays unchanged, others as arrays of the host."""
     return leaf if isbox(leaf) or is_device_array(leaf) else np.asarray(leaf)
 
 
@@ -179,7 +180,7 @@ def _stacked(
             other_leaves = others() if other_leaves is None else other_leaves
             shared = all(len(other) <= place or other[place] is leaves[0] for other in other_leaves)
         varies.append(not shared)
-        columns.append(leaves[0] if shared else _stack([_array(leaf) for leaf in leaves], axis=-1))
+        columns.append(leaves[0] if shared else _stack([as_array(leaf) for leaf in leaves], axis=-1))
     return Parameters(columns, varies, build)
 
 
@@ -201,7 +202,7 @@ def _spans(ensemble: EnsembleProblem, numbers: Sequence[int]) -> tuple[Array, Ar
         count = len(numbers)
         spans = (t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0] for t in _span(ensemble.problem))
     else:
-        columns = _rows(_array(ensemble.tspan), numbers).T
+        columns = _rows(as_array(ensemble.tspan), numbers).T
         spans = (t if isbox(t) else np.array(t, float) for t in (columns[0], columns[1]))
     start, end = spans
     return start, end

@@ -136,9 +136,10 @@ class EnsembleProblem(KernelSources):
     output_func : callable, optional
         ``output_func(sol, i)`` returns the output of a trajectory, and whether to solve it again (with `repeat` increased
         by 1).
-    reduction : callable, optional
+    reduction : callable or BatchSum, optional
         ``reduction(u, batch, I)`` adds the outputs `batch` of the trajectories I to the accumulated value u, and returns
-        the new value and whether to stop early. Initially u is `u_init`, or an empty list.
+        the new value and whether to stop early. Initially u is `u_init`, or an empty list. A `BatchSum` sums a function of
+        the solutions of whole batches, and keeps nothing else.
     rng : Generator, SeedSequence or int, optional
         The source of a key, drawn once per solve, from which the generators of all trajectories are derived, independently
         of the backend and of the number of ranks.

@@ -12,8 +12,8 @@ adjoint of a kernel is in `compiled.kernel_derivatives`, that of arrays in `adjo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -23,10 +23,11 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, save_times, with_states_on_device
+from mpiad.ensemble.batch_sum import BatchFailures, BatchSum, SummedSolution, batch_sum, summed_over_ranks
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -60,9 +61,11 @@ from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.ensemble.trial import with_plain_numbers
 from mpiad.errors import IntegrationError
+from mpiad.primitives.cotangents import spec_like
 from mpiad.progress import progress_bar
+from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import FAILURES, raising_together
+from mpiad.transport.core.agreement import FAILURES, alike_on_all, raising_together
 
 _log = logging.getLogger("mpiad")
 
@@ -128,7 +131,8 @@ def solve(
     events : Event or tuple of Event
         Events to detect or to apply. If an event changes the state at a saved time, the state after the event is saved.
     batch_size : int, optional
-        Number of trajectories that are solved together, which limits the memory; all by default.
+        Number of trajectories that are solved together, which limits the memory; all by default. With a `BatchSum` the
+        solutions of one batch at a time are in memory, also for the gradient.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
@@ -157,6 +161,7 @@ def solve(
     Returns
     -------
     ODESolution or EnsembleSolution
+        A SummedSolution if the ensemble's reduction is a `BatchSum`.
 
     Raises
     ------
@@ -218,6 +223,8 @@ def solve(
         serial = isinstance(options.backend, EnsembleSerial)
         options = options._replace(problem=options.ensemble, ensemblealg=options.backend if serial else _VECTORIZED)
     compiler, key = Compiler(compile, options.backend, options.count, group), key_of(problem, group, "ensemble.solve")
+    if isinstance(getattr(problem, "reduction", None), BatchSum):
+        return _summed(options, compiler, group, key)
     if shared is not None and isinstance(ensemblealg, EnsembleMPI):
         sol = _over_ranks(options, compiler, ensemblealg, shared, key)
     else:
@@ -281,27 +288,88 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, key: in
     """Solve some trajectories, numbered from 1."""
     problem = options.ensemble
 
-    def ended(count: int) -> None:
-        with bar.get_lock():  # threads may solve shares
-            bar.update(count)
-
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
-        on_end = ended if progress and repeat == 1 else None
         batch, template = own_members(problem, numbers, repeat, key, options.count)
-        sol = solved_batch(options, compiler, batch, on_end, numbers.start - 1)
+        sol = solved_batch(options, compiler, batch, on_end if repeat == 1 else None, numbers.start - 1)
         if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
             sol.t = save_times(options.saveat, template.plain())
         return sol
 
-    size = max(1, options.batch_size or len(numbers))
-    batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
-    bar: Any
-    with progress_bar("trajectories", len(numbers)) if progress else nullcontext() as bar:
+    batches = _batches(numbers, options.batch_size)
+    with _progress(len(numbers)) if progress else nullcontext() as on_end:
         if problem.output_func is None and problem.reduction is None:
             parts = [solved(numbers) for numbers in batches]
             return parts[0] if len(parts) == 1 else joined(parts)
         return reduced(problem, batches, solved)
+
+
+def _summed(options: SolveOptions, compiler: Compiler, channel: Channel | None, key: int) -> SummedSolution:
+    """Solve an ensemble with a `BatchSum`; collective if there is a channel."""
+    count, rank, bounds = options.count, 0, np.array([0, options.count])
+    if channel is not None and isinstance(options.ensemblealg, EnsembleMPI):
+        rank, bounds = channel.rank, options.ensemblealg.bounds(count, channel.size)
+    failures, mine = BatchFailures(), range(int(bounds[rank]) + 1, int(bounds[rank + 1]) + 1)
+    is_first = True  # derivatives solve batches again, without messages, reports and progress
+
+    def solved(ensemble: EnsembleProblem, numbers: range) -> EnsembleSolution:
+        # Without a prob_func, the ensemble's rows are those of the batch.
+        own, known = (numbers, count) if ensemble.prob_func else (range(1, len(numbers) + 1), 0)
+        batch, _ = own_members(ensemble, own, 1, key, known)
+        if is_first:
+            sol = solved_batch(options, compiler, batch, on_end, numbers.start - 1)
+            failures.add(sol, numbers)
+            return sol
+        again = Compiler(options.compile, options.backend, count)
+        again.together = compiler.together  # the same device
+        return solved_batch(options, again, batch, None, numbers.start - 1)
+
+    def share() -> Tree:
+        with compiler:
+            return batch_sum(options.ensemble, _batches(mine, options.batch_size), solved)
+
+    def described(sums: Tree) -> list[object]:
+        specs = {name: spec_like(x) for name, x in named_leaves(sums, "the sum")}
+        text = ", ".join([f"{name} has shape {spec.shape} and dtype {spec.dtype}" for name, spec in specs.items()])
+        return [f"a BatchSum in which {text}", text, digest_of(options.ensemble, options.events)]
+
+    with _progress(len(mine)) if options.progress and rank == 0 else nullcontext() as on_end:
+        sums = share() if channel is None else alike_on_all(channel, share, described, "solve")
+    is_first = False
+    not_finite = compiler.not_finite
+    if channel is not None:
+        reports = channel.data.allgather((failures, compiler.warnings, not_finite))
+        compiler.log_warnings([warnings for _, warnings, _ in reports], rank)
+        failures, not_finite = BatchFailures.of_all([one for one, *_ in reports]), {}
+        for *_, texts in reports:
+            not_finite |= texts
+        if options.ensemblealg.gather:  # type: ignore[attr-defined]
+            sums = summed_over_ranks(sums, channel)
+    if text := failures.text(count):
+        text += text_of_not_finite(not_finite)
+        if options.throw:
+            raise IntegrationError(text)
+        if rank == 0:
+            _log.warning("%s", text)
+    problem = options.ensemble.with_kernels(compiler.kernels) if compiler.kernels else options.ensemble
+    return SummedSolution(sums, failures.counts.total(), problem, options.alg, compiler.execution)
+
+
+def _batches(numbers: range, batch_size: int | None) -> list[range]:
+    size = max(1, batch_size or len(numbers))
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[int], None]]:
+    """Display the progress of trajectories; yield the function that receives the number of newly ended ones."""
+    with progress_bar("trajectories", count) as bar:
+
+        def ended(count: int) -> None:
+            with bar.get_lock():  # threads may solve shares
+                bar.update(count)
+
+        yield ended
 
 
 def solved_batch(

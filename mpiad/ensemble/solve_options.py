@@ -15,6 +15,7 @@ from mpiad._typing import Array, Function
 from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch, refuse_traced_times
+from mpiad.ensemble.batch_sum import BatchSum
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.members import check_spans, rng_of
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, arrays_of_rows
@@ -124,6 +125,10 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             f"solve: dense_output=True interpolates in stored steps, but checkpoints={options.checkpoints} stores only "
             "some of them. Leave out one of the two options, or pass saveat."
         )
+    if isinstance(problem := options.problem, EnsembleProblem) and isinstance(problem.reduction, BatchSum):
+        if problem.output_func is not None or problem.u_init is not None:
+            text = "a BatchSum calls no output_func, and has no u_init. Leave them out of the EnsembleProblem"
+            raise ValueError(f"solve: {text}.")
     count = _trajectories(options)
     saveat = options.saveat
     if saveat is not None:

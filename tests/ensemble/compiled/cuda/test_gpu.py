@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 import ode_systems
 import pytest
-from device_double import DeviceArray, on_device, on_host, transfers
+from device_double import DeviceArray, on_device, on_host, transfers, watched_memory
 from device_on_cpu import COMPILER, launcher
 from traced_right_hand_sides import sir
 
@@ -18,6 +18,7 @@ from mpiad.device import to_host
 from mpiad.ensemble import (
     RK4,
     RK45,
+    BatchSum,
     EnsembleGPU,
     EnsembleProblem,
     EnsembleVectorized,
@@ -533,6 +534,65 @@ def test_batches_and_statistics_on_the_device():
     assert_close(map(on_host, found), expected)
     host, there = (solve(ensemble(lorenz, *x), RK45(), EnsembleGPU()) for x in ((u0, p), (on_device(u0), on_device(p))))
     assert there.summary() == host.summary() and there[3].retcode == "Success"
+
+
+# The reference is the loss of one solve of all trajectories on the host.
+SUMMED = BatchSum(lambda sol, I, w: w * anp.sum(sol.u_end**2), np.float64(0.5))
+
+
+def summed(u0, p, w, backend, n=None, **options):
+    """Return the sum over batches; u0 and p: of each trajectory, or with n shared by n trajectories."""
+    shared = {"p": p} if n is None else {}
+    ode = ODEProblem(lorenz, np.zeros(3) if n is None else u0, (0.0, 0.4), None if n is None else p)
+    problem = EnsembleProblem(ode, u0=u0 if n is None else None, reduction=BatchSum(SUMMED.fun, w), **shared)
+    return solve(problem, RK45(), backend, trajectories=n, rtol=1e-8, atol=1e-8, **options).u
+
+
+@pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+@pytest.mark.parametrize("n", [None, 19])
+def test_a_sum_over_batches(n, place, gradient):
+    u0, p = (states(19), parameters(19)) if n is None else (states(1)[0], np.array([28.0, 10.0]))
+
+    def kept(u0, p, w):
+        rows = (u0, p) if n is None else (anp.ones((n, 1)) * u0, anp.ones((n, 1)) * p)
+        sol = solve(ensemble(lorenz, *rows, tspan=(0.0, 0.4)), RK45(), compile=False, rtol=1e-8, atol=1e-8)
+        return w * anp.sum(sol.u_end**2)
+
+    J, expected = mpiad.value_and_grad(kept, (0, 1, 2))(u0, p, 0.5)
+    loss = lambda *x: summed(*x, EnsembleGPU(), n, batch_size=8, gradient=gradient)  # noqa: E731
+    found_J, found = mpiad.value_and_grad(loss, (0, 1, 2))(place(u0), place(p), 0.5)
+    np.testing.assert_allclose(on_host(found_J), J, rtol=1e-10)
+    assert isinstance(found[1], DeviceArray) == (place is on_device) and not isinstance(found[2], DeviceArray)
+    assert_close([on_host(g) if isinstance(g, DeviceArray) else g for g in found], expected)
+    tangents = tuple(place(np.ones_like(x)) for x in (u0, p)), 1.0
+    tangent = mpiad.jvp(lambda x: loss(*x[0], x[1]), ((place(u0), place(p)), 0.5), tangents)[1]
+    np.testing.assert_allclose(on_host(tangent), sum(np.sum(g) for g in expected), rtol=1e-8)
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_memory_of_a_sum_does_not_grow_with_the_number_of_batches(gradient, outputs, device):
+    u0, p, peaks = on_device(states(1)[0]), on_device(np.array([28.0, 10.0])), []
+
+    def loss(u0, p, batches):
+        total = BatchSum(lambda sol, I: [anp.sum(sol.u_end**2), anp.sum(sol.u_end)][:outputs])
+        problem = EnsembleProblem(ODEProblem(lorenz, u0, (0.0, 0.1), p), reduction=total)
+        sums = solve(problem, RK45(), EnsembleGPU(), trajectories=16 * batches, batch_size=16, gradient=gradient).u
+        return sums[0] + sums[-1]
+
+    for batches in (8, 8, 32):
+        device.launches.clear()
+        with watched_memory() as memory:
+            loss(u0, p, batches)
+            before = memory.peak
+            mpiad.value_and_grad(lambda p, n=batches: loss(u0, p, n))(p)
+        peaks.append((before, memory.peak))
+        # The batches are solved once for the value and gradient of one number, otherwise again.
+        per_batch = {"tangent": 1, "adjoint": 3}[gradient]
+        assert len(device.launches[batches:]) == batches * (per_batch + outputs - 1)
+    assert peaks[1] == peaks[2]  # the first copies what later solves use again
+    assert peaks[2][1] >= 16 * 3 * 8
 
 
 # ---- Events ----------------------------------------------------------------------------------------------------------

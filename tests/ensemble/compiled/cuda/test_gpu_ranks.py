@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -9,7 +10,17 @@ from device_double import DeviceArray, on_device, on_host
 from device_on_cpu import COMPILER, double, launcher
 
 import mpiad
-from mpiad.ensemble import RK45, EnsembleGPU, EnsembleMPI, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, solve
+from mpiad.ensemble import (
+    RK45,
+    BatchSum,
+    EnsembleGPU,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    solve,
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
 N = 23
@@ -114,3 +125,22 @@ def test_without_a_gpu_all_ranks_raise(monkeypatch):
     u0, p, _ = given()
     with pytest.raises(RuntimeError, match="finds no GPU"):
         solved(u0, p, EnsembleMPI(EnsembleGPU()))
+
+
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_sums_over_batches_of_all_ranks(place):
+    u0, p, _ = given()
+
+    def kept(u0, p):
+        return anp.sum(solved(u0, p, EnsembleVectorized(), compile=False).u_end ** 2)
+
+    def summed(u0, p):
+        total = BatchSum(lambda sol, I: anp.sum(sol.u_end**2))
+        problem = EnsembleProblem(ODEProblem(lorenz, np.zeros(3), (0.0, 1.0)), u0=u0, p=p, reduction=total)
+        return solve(problem, RK45(), EnsembleMPI(EnsembleGPU()), batch_size=3).u
+
+    J, expected = autograd.value_and_grad(lambda x: kept(*x))((u0, p))
+    found_J, found = mpiad.value_and_grad(summed, (0, 1), shared=True)(place(u0), place(p))
+    np.testing.assert_allclose(on_host(found_J), J, rtol=1e-10)
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(on_host(a), b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
