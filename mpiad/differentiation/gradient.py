@@ -192,7 +192,9 @@ def seeds_of_term(traced: Traced, weight: Array) -> list[tuple[int, Array]]:
         return []
     spec = spec_like(traced.values[0])
     seed = spec.dtype.type(weight)
-    return [(traced.places[0], spec.zeros() + seed if spec.shape or spec.arrays is not None else seed)]
+    if spec.arrays is not None:
+        return [(traced.places[0], spec.arrays.full(spec.shape, seed, spec.dtype))]
+    return [(traced.places[0], spec.zeros() + seed if spec.shape else seed)]
 
 
 def cotangents_of_variables(

@@ -40,7 +40,7 @@ def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
         return expand(g, shape, kept)
     if is_device_array(g):
         g = g if g.dtype == dtype or g.dtype.kind == "c" else g.astype(dtype)
-        return np.broadcast_to(np.reshape(g, kept), shape)
+        return np.broadcast_to(g.reshape(kept), shape)
     # np.broadcast_to would be several times slower for small arrays.
     g = np.asarray(g)
     g = np.ascontiguousarray(g, dtype if g.dtype.kind != "c" else None)

@@ -31,9 +31,6 @@ primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_me
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays, for functions whose rules in autograd would return NumPy arrays; other modules add them. These
-# rules call `autograd.numpy`, so they are differentiable, and neither copy to the host nor wait for the device.
-DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
 # Rules for functions of `autograd.scipy`, by name.
 SCIPY_VJPS: dict[str, VjpMaker] = {}
 _ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy instead of autograd.numpy"
@@ -58,10 +55,10 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
+    """Make the adjoint by autograd's rule; cotangents get the shapes of the arguments."""
     on_host, (args, kwargs) = _is_on_host(ans), _exact(fun, args, kwargs)
     _require_support(fun, ans, on_host)
-    rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or _scipy_rule(fun) or primitive_vjps[fun]
+    rule: VjpMaker = _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
         fitted = partial(_fitted_parts, fun, pull, [_like(args[i]) for i in argnums])
@@ -135,9 +132,9 @@ def refusal(fun: Primitive, what: str) -> Exception:
 def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
     """Return the shape of an array or number, and whether it is real; None for other objects."""
     x = getval(x)
-    if type(x) is np.ndarray:
+    if type(x) is np.ndarray or arrays_of(x) is not None:
         return x.shape, x.dtype.kind != "c"
-    return (np.shape(x), not np.iscomplexobj(x)) if isinstance(x, _NUMBERS) or arrays_of(x) is not None else None
+    return (np.shape(x), not np.iscomplexobj(x)) if isinstance(x, _NUMBERS) else None
 
 
 def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | None) -> Array:
@@ -150,7 +147,7 @@ def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | No
         if [n for n in part.shape if n != 1] != [n for n in shape if n != 1]:
             raise refusal(fun, f"with these arguments: its rule returned shape {part.shape} instead of {shape}")
         part = anp.reshape(part, shape)
-    return anp.real(part) if real and anp.iscomplexobj(part) else part
+    return anp.real(part) if real and part.dtype.kind == "c" else part
 
 
 def substitute(fun: Primitive, computed: Callable) -> None:

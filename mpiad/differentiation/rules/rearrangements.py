@@ -19,7 +19,6 @@ from mpiad.device.boxes import cast
 from mpiad.differentiation.rules.indexing import getitem_vjp
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
-    DEVICE_VJPS,
     Argnums,
     Primitive,
     Vjp,
@@ -281,12 +280,6 @@ def _is_inexact(x: Array) -> bool:
     return getval(x).dtype.kind in "fc"
 
 
-def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Restore the shape. CuPy accepts no `order` of None, which autograd's rules pass."""
-    shape, order = anp.shape(args[0]), dict(zip(names, args), **kwargs).get("order") or "C"
-    return lambda g: (anp.reshape(g, shape, order=order),)
-
-
 def _explicit_order(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Replace order "A" or "K" of the value by "C" or "F": tangents and cotangents may have another memory layout."""
     place = 1 if fun is anp.ravel else 2
@@ -302,7 +295,12 @@ def _explicit_order(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 
 def _ordered_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    return inherited_vjp(fun, argnums, ans, *_explicit_order(fun, args, kwargs))
+    """Restore the shape. CuPy accepts no `order` of None, which autograd's rules pass."""
+    args, kwargs = _explicit_order(fun, args, kwargs)
+    place = 1 if fun is anp.ravel else 2
+    order = (args[place] if len(args) > place else kwargs.get("order")) or "C"
+    shape = args[0].shape if hasattr(args[0], "shape") else np.shape(args[0])
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).reshape(g, shape, order=order),)
 
 
 def _ordered_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -336,5 +334,3 @@ JVPS = {
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }
-DEVICE_VJPS[anp.reshape] = partial(_reshape_vjp, ("x", "shape", "order"))
-DEVICE_VJPS[anp.ravel] = partial(_reshape_vjp, ("x", "order"))

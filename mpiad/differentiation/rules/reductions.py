@@ -48,7 +48,7 @@ def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
-    shape, dtype = np.shape(x), np.result_type(x)
+    shape, dtype = (x.shape, x.dtype) if hasattr(x, "dtype") else (np.shape(x), np.result_type(x))
     kept = kept_shape(shape, axis)
     if where is True:
         return lambda g: (expanded(g, shape, kept, dtype),)
