@@ -67,8 +67,8 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, launch
 # proportional to the conjugate of V y, and its norm is |r| / |y|. A least-squares problem is solved only for the solution.
 #
 # For vectors of doubles on the host, kernels compute the products and the step. They are written in the kernel language
-# and compiled from the source code of this file (see `mpiad.compiling.translation`). For vectors of doubles on a device,
-# one thread of the device runs the kernel of the coefficients, so that steps run ahead of the host.
+# and compiled from the source code of this file (see `mpiad.compiling.translation`). For real vectors on a device, one
+# thread of the device runs the kernel of the coefficients, so that steps run ahead of the host.
 #
 # References
 # ----------
@@ -83,7 +83,7 @@ def arnoldi_of(system: System, first: LocalArray, norms: np.ndarray, targets: np
     if type(first) is np.ndarray and first.dtype == np.float64:
         return CompiledArnoldi(first, norms, targets, length)
     if system.may_run_ahead and (norms > targets).any():
-        cycle = system.agreed_cycle(_product, (first,) if first.dtype == np.float64 else None)
+        cycle = system.agreed_cycle(_product, (first,) if first.dtype.kind == "f" else None)
         if cycle is not None:
             return DeviceArnoldi(first, norms, targets, length, cycle)
     return Arnoldi(first, norms, targets, length)
@@ -104,16 +104,17 @@ class Arnoldi:
         self._gram, self._null = np.zeros((k, length + 1, length + 1), kind), np.zeros((k, length + 1), kind)
         self._hessenberg = np.zeros((k, length + 1, length), kind)
         self._null[:, 0] = 1.0
-        # The rows are for the kernel. Of the rows `_stop` and `_unfinished`, it uses the first number.
+        # The rows are for the kernel. Of the last three, it uses the first number.
         self._state = np.zeros((_ROWS + length + 1, k))
         self._state[:4] = norms, norms, targets, np.ones(k)
         self._name_rows()
-        self._certain = math.sqrt(np.finfo(first.dtype).eps)
+        # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
+        self._certain[0] = math.sqrt(np.finfo(first.dtype).eps)
         self.grows = bool(self._growing(0))  # whether another step is needed
 
     def _name_rows(self) -> None:
         self._first_norms, self.norms, self._targets, self._squares, self.steps, self._complete = self._state[:6]
-        self._inverses, self._stop, self._unfinished = self._state[6:_ROWS]
+        self._inverses, self._stop, self._unfinished, self._certain = self._state[6:_ROWS]
 
     def _growing(self, j: int) -> list[int]:
         """Return the systems that haven't converged after j steps, and whose spaces can grow."""
@@ -151,8 +152,7 @@ class Arnoldi:
             h[c] = s + s - gram @ s
             remainders[c] = squares[c] - np.vdot(s, h[c]).real
         w = w - combined(basis, h)
-        # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
-        if any(remainders[c] <= self._certain * squares[c] for c in growing):
+        if any(remainders[c] <= self._certain[0] * squares[c] for c in growing):
             total = system.sums(np.concatenate([products(basis, w), inner((w, w)).T], axis=1))
             s, remainders = total[:, :-1], np.real(total[:, -1]) - np.sum(np.abs(total[:, :-1]) ** 2, axis=1)
             w, h = w - combined(basis, s), h + s
@@ -218,7 +218,7 @@ class CompiledArnoldi(Arnoldi):
 
 
 class DeviceArnoldi(Arnoldi):
-    """The same for vectors of doubles on a device: the host looks after several steps, and if digits cancel."""
+    """The same for real vectors on a device: the host looks after several steps, and if digits cancel."""
 
     def __init__(self, first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int, cycle: Cycle):
         super().__init__(first, norms, targets, length)
@@ -260,17 +260,18 @@ class DeviceArnoldi(Arnoldi):
         self._cycle.state[0][...] = basis[j]
         self._cycle.run()
         w[...] = self._cycle.state[0]
-        local = np.concatenate([products_there(basis, basis[j]), products_there(self.vectors[: count + 1], w)], axis=1)
+        both = [products_there(basis, basis[j]), products_there(self.vectors[: count + 1], w)]
+        local = np.concatenate(both, axis=1).astype(float, copy=False)
         sums = local if system.is_alone else mpi_allreduce(local, comm=system.settings.comm)
         parts = self._parts(self._there)
         self._launch([count, k, len(self.vectors), sums, *[part.reshape(-1) for part in parts]])
         _, hessenberg, _, state = parts
-        h, inverses = hessenberg[:, :count, j], state[6]
+        h, inverses = (x.astype(w.dtype, copy=False) for x in (hessenberg[:, :count, j], state[6]))
         w[...] = (w - (h[:, None] @ basis.swapaxes(0, 1))[:, 0]) * inverses[:, None]
         return sums
 
 
-_ROWS = 9  # rows of the state, before the norms after each step
+_ROWS = 10  # rows of the state, before the norms after each step
 
 
 @functools.cache
@@ -362,7 +363,7 @@ def extended_coefficients(
                     hessenberg[column + i * (m - 1)] = a
                     remainder -= a * sums[s + count + i]
                 hessenberg[column + count * (m - 1)] = remainder
-                if not remainder > 1.4901161193847656e-08 * square:  # the root of the precision
+                if not remainder > state[9 * k] * square:
                     state[stop] = count
     if state[stop] != 0.0:
         # w stays as it is.
@@ -389,7 +390,7 @@ def extended_coefficients(
                 if state[k + c] > state[2 * k + c]:
                     state[8 * k] += 1.0
     for c in range(k):
-        state[(9 + count) * k + c] = state[k + c]
+        state[(10 + count) * k + c] = state[k + c]
     return state[stop]
 
 
