@@ -756,7 +756,8 @@ second order by reverse over reverse and by forward over reverse. Tests compare 
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
   autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
   are NaN; the derivative of `sinc` at zero is NaN. Vectors of `linalg.eigh`, `eig` and `svd` have no derivative if their
-  eigenvalues or singular values are [equal](../sharp_bits.md#equal-eigenvalues).
+  eigenvalues or singular values are [equal](../sharp_bits.md#equal-eigenvalues). As in NumPy, `linalg.cholesky`, `eigh`
+  and `eigvalsh` read one triangle of the matrix (`UPLO`, by default the lower one); derivatives of other entries are zero.
 
 ## All four derivatives
 

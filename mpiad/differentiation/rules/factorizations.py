@@ -47,16 +47,16 @@ from mpiad.transport.core.tracing import tracing
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1; Φ selects the lower triangle with half of the diagonal."""
+    """Compute P = L^-T Φ(Lᵀ g) conj(L)^-1; Φ selects the lower triangle with half of the diagonal."""
     bound(linalg.cholesky, "a", args, kwargs)
     lower, n = ans, anp.shape(ans)[-1]
-    half = lower_triangle(ans, n) + 0.5 * identity(ans, n)
+    ones, triangle = identity(ans, n), lower_triangle(ans, n)
+    half = triangle + 0.5 * ones
 
     def vjp(g: Array) -> tuple[Array]:
         inner = anp.matmul(_transposed(lower), g) * half
         right = _transposed(linalg.solve(anp.conj(_transposed(lower)), _transposed(inner)))
-        part = linalg.solve(_transposed(lower), right)
-        return ((part + anp.conj(_transposed(part))) / 2.0,)
+        return (_of_triangle(linalg.solve(_transposed(lower), right), ones, triangle),)
 
     return vjp
 
@@ -102,8 +102,7 @@ def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     def vjp(g: Array) -> tuple[Array]:
         inner = over_gaps(anp.matmul(_transposed(vectors), g[1]), ans[0], None, "eigenvalues") + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
-        # eigh reads only one triangle of the matrix.
-        return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
+        return (_of_triangle(part, ones, triangle),)
 
     return vjp
 
@@ -145,6 +144,11 @@ def eig_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return pull(g)
 
     return vjp
+
+
+def _of_triangle(part: Array, ones: Array, triangle: Array) -> Array:
+    """Return the cotangent of the triangle, since `cholesky` and `eigh` read no other entries of a Hermitian matrix."""
+    return anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle
 
 
 def _diagonal_and_triangle(args: tuple, kwargs: dict) -> tuple[Array, Array]:

@@ -276,3 +276,27 @@ def test_tangents_of_singular_vectors(shape):
             difference(lambda y: difference(plain, y, v, 1e-3), x, v, 1e-3),
             rtol=1e-3,
         )
+
+
+@each_form
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_cholesky_reads_the_lower_triangle(kind, form):
+    """The matrix, and the direction, have other entries above the diagonal."""
+    a, v = matrices(kind)
+    a = numpy.tril(a) + numpy.triu(RNG.normal(size=a.shape), 1)
+    v = v + numpy.triu(RNG.normal(size=a.shape), 1)
+    weights = RNG.normal(size=a.shape)
+
+    def loss(a, root=linalg.cholesky):
+        return np.sum(weights * np.abs(root(a) + 0.3) ** 2)
+
+    def slope(a):
+        return difference(lambda a: loss(a, numpy.linalg.cholesky), a, v)
+
+    g = form(loss)(a)
+    close(numpy.triu(g, 1), 0.0)
+    close(numpy.sum(numpy.real(g * v)), slope(a), 1e-8)
+    close(mpiad.jvp(loss, a, v)[1], slope(a), 1e-8)
+    close(numpy.sum(numpy.real(mpiad.hvp(loss)(a, v) * v)), difference(slope, a, v, 1e-4), 1e-4)
+    only = lambda x: loss(np.tril(a + x * v))  # noqa: E731
+    close(form(only)(0.0), slope(a), 1e-8)
