@@ -69,7 +69,7 @@ def jacobian(
 
 
 def hessian(
-    fun: Function, argnum: int = 0, *, objective: str = "root", root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: int = 0, *, objective: str = "root", shared: bool = True, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Array]:
     """Make the function that evaluates the Hessian of the objective with respect to a few variables of all ranks.
 
@@ -84,12 +84,19 @@ def hessian(
         Position of the variable.
     objective, root, comm
         As in `value_and_grad`.
+    shared : bool
+        True, since the variable is shared by all ranks.
 
     Returns
     -------
     callable
         ``(*args) -> ∂²J/∂x∂x``, an array of shape ``(*x.shape, *x.shape)``, the same on all ranks. Exceptions, ranks and
         adjoint are as in `jacobian`.
+
+    Raises
+    ------
+    ValueError
+        If `shared` isn't True.
 
     Examples
     --------
@@ -98,6 +105,9 @@ def hessian(
     [[6. 2.]
      [2. 0.]]
     """
+    if shared is not True:
+        own = "for variables of each rank compute products with the Hessian: mpiad.hvp(fun)(x, v)"
+        raise ValueError(f"hessian: shared must be True, since x is one variable of all ranks, but got {shared!r}; {own}.")
     gradient = gradient_of(fun, argnum, objective, True, root, comm, "hessian")
     return _evaluator(gradient, argnum, "root", True, root, comm, "hessian")
 

@@ -141,6 +141,13 @@ def test_hessian_of_a_number(size):
     assert mpiad.hessian(lambda x: mpiad.mpi_allreduce(x**3) / size)(2.0) == pytest.approx(12.0)
 
 
+def test_a_hessian_is_that_of_a_shared_variable(size):
+    fun = lambda x: mpiad.mpi_allreduce(x**3) / size  # noqa: E731
+    assert mpiad.hessian(fun, shared=True)(2.0) == pytest.approx(12.0)
+    with pytest.raises(ValueError, match=r"^hessian: shared must be True, .* but got False; .* mpiad\.hvp\(fun\)\(x, v\)"):
+        mpiad.hessian(fun, shared=False)
+
+
 def test_errors_of_a_hessian_name_it():
     with pytest.raises(TypeError, match="^hessian: the function must return one real number"):
         mpiad.hessian(lambda x: x**2)(np.ones(3))
