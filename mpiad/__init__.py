@@ -92,7 +92,11 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        homes = [package for package in _PACKAGES if name in import_module(f"{__name__}.{package}").__all__]
+        text += f"; did you mean {' or '.join(f'{__name__}.{package}.{name}' for package in homes)}?" if homes else ""
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:

@@ -464,7 +464,7 @@ PROTOCOLS = re.compile(  # and NumPy's own helpers, whose names begin with one u
     r"|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
 )
 METHODS = """
-T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x
+T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(-0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x
 compress: x.compress([True, False, True], -1) || x.compress([False, True]); conjugate: x.conjugate() ** 2; copy: x.copy() * x || x.copy("F"); __copy__: copy.copy(x) * x; __deepcopy__: copy.deepcopy(x) * x; cumprod: x.cumprod() || x.cumprod(-1); cumsum: x.cumsum() || x.cumsum(axis=0)
 diagonal: x.diagonal() || x.diagonal(1, 1, 0); dot: x.dot(a) || x.dot(x.T) || x.dot(2.0); flatten: x.flatten() ** 2 || x.flatten("F"); ravel: x.ravel() || x.ravel(order="F"); max: x.max() || x.max(axis=-1, keepdims=True)
 mean: x.mean() || x.mean(0) || x.mean(axis=(0, 1)); min: x.min(0); prod: x.prod() || x.prod(-1); sum: x.sum() || x.sum(0, keepdims=True); std: x.std() || x.std(axis=0, ddof=1); var: x.var() || x.var(-1)
@@ -799,7 +799,8 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 {refused}.
 
 The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve`, `ptp`, `piecewise`, `meshgrid`, `delete`,
-`insert`, `polyval` and `linalg.matrix_power` say what to write instead, as do those of `linalg.norm` of a matrix.
+`insert`, `polyval`, `vander`, `extract`, `compress`, `ediff1d`, `histogram` and `linalg.matrix_power` say what to write
+instead, as do those of `linalg.norm` of a matrix.
 For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and `linalg.norm(x)` for `linalg.norm(x, 2)`.
 """
 

@@ -67,6 +67,12 @@ def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():
 def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="'mpiad' has no attribute 'nonsense'"):
         _ = mpiad.nonsense
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'least_squares'; did you mean mpiad\.optimize\.least_squares\?$"
+    ):
+        _ = mpiad.least_squares
+    with pytest.raises(AttributeError, match=r"did you mean mpiad\.ensemble\.solve or mpiad\.linalg\.solve\?$"):
+        _ = mpiad.solve
 
 
 def test_the_encoding_of_texts_does_not_depend_on_the_locale():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dis import opmap
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
@@ -66,8 +67,6 @@ _NO_FILTER = (
 _NO_REPMAT = (
     f"{_NO_PLAIN_NUMPY} Write np.tile(x, (m, n)) instead of numpy.matlib.repmat(x, m, n), and a = a * x for a *= x."
 )
-# Of an argument of a function, and of an element of a complex array.
-_NO_NUMBER = f"{_NO_PLAIN_NUMPY} {_NO_ASSIGNMENT}"
 _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
@@ -91,6 +90,14 @@ _OTHER_FUNCTIONS = (
     (r"^delete can't be", "Write x[k] with the indices that remain, k = np.delete(np.arange(len(x)), i)."),
     (r"^insert can't be", "Write np.concatenate([x[:i], np.array([value]), x[i:]])."),
     (r"^polyval can't be", "Write y = 0.0, and then the loop for c in p: y = y * x + c."),
+    (r"^vander can't be", "Write x[:, None] ** np.arange(n)[::-1]."),
+    (r"^(extract|compress) can't be", "Write x[mask], or x[:, mask] for the second axis."),
+    (r"^ediff1d can't be", "Write np.diff(np.ravel(x))."),
+    (
+        r"^histogram can't be",
+        "Counts are constants: pass mpiad.stop_gradient(x). Sums of traced values in bins, weights=y, have derivatives.",
+    ),
+    (r"^interp can't be differentiated with period", "Pass x % period, and tables for one period with both of its ends."),
 )
 # Functions of scipy.linalg and scipy.spatial.distance, and what has derivatives in their place.
 _CHOLESKY = "np.linalg.cholesky(a), which is the lower triangle L"
@@ -140,7 +147,6 @@ _ADVICE = (
         _OTHER_ARGUMENTS,
     ),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
-    (r"must be real number, not '?\w*Box", _NO_NUMBER),
     (r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object", _NO_TRACED_ENTRIES),
     (r"no supported conversion for types: .*O|w\.r\.t\. type <class 'scipy\.sparse", _NO_SPARSE),
     (
@@ -175,6 +181,8 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         _explain_conversion(error, trace)
         return
     advice = _advice_for(f"{text} {error.__cause__ or ''}")
+    if "must be real number, not" in text and _is_assignment(trace):  # of an element of a complex array
+        advice = _NO_ASSIGNMENT
     if advice is not None and trace is not None:
         of_scipy = in_place_of_scipy(frame for frame, _ in walk_tb(trace))
         advice = f"{of_scipy}, or {_STOP}" if of_scipy else advice
@@ -188,6 +196,13 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     note = getattr(error, "add_note", None)
     if advice not in str(error) and note is not None:
         note(advice)
+
+
+def _is_assignment(trace: TracebackType | None) -> bool:
+    """Return whether an exception was raised by an assignment of elements, `x[i] = y`."""
+    while trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] != opmap["STORE_SUBSCR"]:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def _advice_for(text: str) -> str | None:

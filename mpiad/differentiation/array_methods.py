@@ -126,6 +126,8 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__pos__": anp.positive,
     "__round__": lambda x, *digits: round(getval(x), *digits),
     "astype": _astype,
+    # The bounds of the method have other defaults and names than those of the function.
+    "clip": lambda x, min=None, max=None, **options: anp.clip(x, min, max, **options),
     "compress": lambda x, condition, axis=None: anp.take(x, np.flatnonzero(condition), axis),
     "conj": anp.conj,
     "conjugate": anp.conj,

@@ -453,6 +453,7 @@ class ProgramCache:
         else:
             site = calls.site_of_trace(error.__traceback__)
             reason = f"{site.text}: " * bool(site.file) + f"{type(error).__name__}: {error}"
+        reason = reason.removesuffix(".")  # that of an exception's text; a sentence with the reason ends with its own
         cause = error if isinstance(error, Exception) else None
         self.reasons[key] = reason
         _log.debug("jit: why %s isn't compiled", self.name, exc_info=cause)

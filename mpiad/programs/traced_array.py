@@ -403,6 +403,8 @@ class TracedArray:
             return self.recorder.call(_PARTS[name], (self,), {})
         if name == "mT":
             return np.swapaxes(self, -1, -2)
+        if name == "clip":  # whose bounds have other defaults and names than those of the function
+            return lambda min=None, max=None, **kwargs: self.recorder.call(np.clip, (self, min, max), kwargs)
         if name in _METHODS:
             return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
         if _is_ours(sys._getframe(1)):

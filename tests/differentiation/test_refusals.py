@@ -169,7 +169,35 @@ OTHER_FUNCTIONS: dict[str, tuple[Callable, tuple[str, ...], Callable]] = {
         ("y = 0.0", "for c in p: y = y * x + c"),
         lambda x: horner(x[0], x[1, 2]),
     ),
+    "vander": (
+        lambda x: anp.sum(anp.vander(x[0], 3) * np.arange(3)),
+        ("x[:, None] ** np.arange(n)[::-1]",),
+        lambda x: anp.sum(x[0][:, None] ** np.arange(3)[::-1] * np.arange(3)),
+    ),
+    "extract": (lambda x: anp.sum(anp.extract(MASK, x) ** 2), ("x[mask]",), lambda x: anp.sum(x[MASK] ** 2)),
+    "compress": (
+        lambda x: anp.sum(anp.compress(MASK[0], x, 1) ** 2),
+        ("x[mask]", "x[:, mask]"),
+        lambda x: anp.sum(x[:, MASK[0]] ** 2),
+    ),
+    "ediff1d": (
+        lambda x: anp.sum(anp.ediff1d(x) ** 2),
+        ("np.diff(np.ravel(x))",),
+        lambda x: anp.sum(anp.diff(anp.ravel(x)) ** 2),
+    ),
+    "histogram": (
+        lambda x: anp.sum(anp.histogram(x, [-9.0, -5.0, 9.0])[0] ** 2) * anp.sum(x),
+        ("mpiad.stop_gradient(x)", "weights=y"),
+        lambda x: anp.sum(anp.histogram(mpiad.stop_gradient(x), [-9.0, -5.0, 9.0])[0] ** 2) * anp.sum(x),
+    ),
+    "interp": (
+        lambda x: anp.sum(anp.interp(3.0 * x, NODES[:-1], VALUES[:-1], period=1.5) ** 2),
+        ("x % period",),
+        lambda x: anp.sum(anp.interp(3.0 * x % 1.5, NODES, VALUES) ** 2),
+    ),
 }
+MASK = np.arange(15).reshape(3, 5) % 3 > 0
+NODES, VALUES = np.array([0.0, 0.4, 0.9, 1.5]), np.array([1.0, 3.0, -2.0, 1.0])
 
 
 def horner(p: Any, x: Any) -> Any:
@@ -309,6 +337,12 @@ def test_arguments_of_mpi4py(call: Callable) -> None:
         mpiad.grad(call)(np.ones(3))
 
 
+def complex_entry(x: Any) -> Any:
+    z = np.zeros(3, complex)
+    z[0] = x[0]
+    return anp.real(z[0])
+
+
 def assigned_by_indices(x: Any) -> Any:
     y = x * 2.0
     y[np.array([0, 1])] = 0.0
@@ -401,7 +435,8 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "repeated rows": (repeated, TypeError, "Cannot cast ufunc 'multiply' output", AUTOGRAD + r".*np\.tile\(x, \(m, n\)\)"),
     "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
     "not supported": (lambda x: np.abs(np.fft.fft(x)).sum(), TypeError, "'fft' not supported", AUTOGRAD),
-    "math": (lambda x: math.sin(x[0]), TypeError, "must be real number", AUTOGRAD),
+    "math": (lambda x: math.sin(x[0]), TypeError, "must be real number", AUTOGRAD + r"(?!.*can't be assigned)"),
+    "complex entry": (complex_entry, TypeError, "must be real number", r"Elements of traced arrays can't be assigned"),
     "float": (lambda x: float(x[0]), TypeError, r"float\(\) argument", AUTOGRAD),
     "index": (lambda x: sum(x[0] for _ in range(x[1])), TypeError, "as an integer", AUTOGRAD),
     "sent objects": (lambda x: mpiad.mpi_sum(np.array(x)), TypeError, r"mpi_sum: .*dtype\('O'\)", AUTOGRAD),

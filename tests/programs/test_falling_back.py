@@ -238,6 +238,11 @@ def test_strict_raises_with_the_line_and_the_reason(fun):
         mpiad.jit(fun, strict=True)(X.copy())
 
 
+def test_the_text_of_another_error_ends_with_one_period():
+    with pytest.raises(TypeError, match=r"can't be compiled: ValueError: The program is too large\.$"):
+        mpiad.jit(lambda x: x, strict=True)._cache.give_up("key", ValueError("The program is too large."))
+
+
 def test_a_kernel_that_fails_is_reported_by_the_users_operation_and_line(monkeypatch):
     def refuse(sources, *options):
         raise NotImplementedError("line 3 of a kernel: np.float64(a1[0])", sources[0])

@@ -119,7 +119,8 @@ def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
     except _RULE_ERRORS as error:
         if f"{fun.__name__} can't be differentiated" in str(error):
             raise
-        raise refusal(fun, f"with these arguments: its rule raised {type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {error}".removesuffix(".")
+        raise refusal(fun, f"with these arguments: its rule raised {text}") from error
 
 
 def refusal(fun: Primitive, what: str) -> Exception:

@@ -211,7 +211,7 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
             recorder.refuse("it returned a complex number where a real one was expected")
     except Exception as error:
         # The first refusal is the reason, even if NumPy or the function has replaced the exception by another one.
-        reason = builder.refused or f"{type(error).__name__}: {error}"
+        reason = builder.refused or f"{type(error).__name__}: {error}".removesuffix(".")
         site = site_of_trace(error.__traceback__)
         raise Untraceable(reason, f"{site.file}:{site.line}" if site.file else place_of(f)) from error
     if builder.refused:  # the function has caught the Refusal

@@ -5,6 +5,8 @@ import pytest
 from against_autograd import assert_close, check, random_like
 from autograd.core import make_vjp as autograd_make_vjp
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 EXTREMA = [np.max, np.min, np.amax, np.amin]
@@ -116,3 +118,23 @@ def test_the_adjoint_of_a_choice_is_in_single_precision(fun):
     x = random_like(numpy.empty((3, 4), numpy.float32))
     vjp, value = plain_tape.make_vjp(lambda x: fun(x, 0), x)
     assert vjp(value).dtype == numpy.float32
+
+
+@pytest.mark.parametrize("bounds", [((0.4,), {}), ((None, 0.4), {}), ((), {"min": 0.4}), ((0.1,), {"max": 0.6})])
+def test_the_method_clip_has_the_bounds_of_numpys(bounds):
+    args, kwargs = bounds
+    x = numpy.linspace(-0.95, 1.0, 12)
+
+    def loss(x):
+        return np.sum(x.clip(*args, **kwargs) ** 3)
+
+    clipped = x.clip(*args, **kwargs)
+    expected = numpy.where(clipped == x, 3 * x**2, 0.0)
+    for derivative in (
+        mpiad.grad(loss),
+        mpiad.grad(mpiad.jit(loss, strict=True)),
+        mpiad.jit(mpiad.grad(loss), strict=True),
+    ):
+        numpy.testing.assert_allclose(derivative(x), expected)
+    numpy.testing.assert_allclose(mpiad.jvp(loss, x, x)[1], expected @ x)
+    numpy.testing.assert_array_equal(mpiad.jit(lambda x: x.clip(*args, **kwargs), strict=True)(x), clipped)
