@@ -41,6 +41,7 @@ from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentSteppi
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
+from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")
 
@@ -551,8 +552,11 @@ def _scan(
     steps, schedule = int(n_steps), schedule_of(checkpoints, int(n_steps))
     length = schedule.recorded if schedule is not None and schedule.recorded > 1 else steps
     stepping = UserStepping(step, observe, u0, inputs, params, steps, length)
-    if stepping.is_plain and steps > _MANY_STEPS and not any(map(is_device_array, stepping.args.state)):
+    state, inputs_on_device = ([is_device_array(getval(x)) for x in part] for part in stepping.args[:2])
+    if stepping.is_plain and steps > _MANY_STEPS and not any(state):
         _suggest_jit(stepping.places[0], steps)
+    if any(state) and not stepping.is_plain and not all(inputs_on_device):
+        _suggest_device(stepping.places[0])
     if steps == 0:
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Omit observe.")
@@ -577,6 +581,16 @@ def _suggest_jit(place: str, steps: int) -> None:
         "messages, step = mpiad.jit(step) runs several of them as one compiled program."
     )
     _log.info(text, steps, place)
+
+
+@functools.lru_cache(256)
+def _suggest_device(place: str) -> None:
+    """Log a warning, the first time only: a program of several steps would get arrays on the host and on the device."""
+    text = (
+        "timestepping.scan: the inputs of the function at %s are on the host, and its state is on a device, so its steps "
+        "are compiled and called one by one. Pass inputs=mpiad.device.to_device(inputs)."
+    )
+    _log.log(level_of_repeats(), text, place)
 
 
 def _in_a_trace(

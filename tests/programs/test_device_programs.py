@@ -266,7 +266,7 @@ def test_loops_in_time(checkpoints, rng):
 
 
 @pytest.mark.serial
-def test_loops_with_inputs_on_the_host(rng):
+def test_loops_with_inputs_on_the_host(rng, caplog):
     u, c, weights = rng.normal(size=(3, 4)), rng.random((3, 4)), onp.linspace(0.5, 2.0, 8)
     step = mpiad.jit(lambda u, k, w, c: u + 0.1 * w * np.sin(c * u))
     seen = mpiad.jit(lambda u, k, c: u[0] * c[1])
@@ -278,13 +278,21 @@ def test_loops_with_inputs_on_the_host(rng):
 
     def by_hand(u, c):
         total = 0.0
-        for w in weights:
+        for w in on_host(weights):
             u = u + 0.1 * w * plain.sin(c * u)
             total = total + plain.sum((u[0] * c[1]) ** 3)
         return plain.sum(u**2) + total
 
+    for _ in range(2):
+        found = mpiad.value_and_grad(loss, (0, 1))(on_device(u), on_device(c))
+        assert_same(found, [by_hand(u, c), autograd.grad(by_hand, 0)(u, c), autograd.grad(by_hand, 1)(u, c)])
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "test_device_programs.py:" in text and "mpiad.device.to_device(inputs)" in text
+    caplog.clear()
+    weights = on_device(weights)
     found = mpiad.value_and_grad(loss, (0, 1))(on_device(u), on_device(c))
     assert_same(found, [by_hand(u, c), autograd.grad(by_hand, 0)(u, c), autograd.grad(by_hand, 1)(u, c)])
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
 @pytest.mark.serial
