@@ -56,7 +56,7 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     def vjp(g: Array) -> tuple[Array]:
         inner = anp.matmul(_transposed(lower), g) * half
         right = _transposed(linalg.solve(anp.conj(_transposed(lower)), _transposed(inner)))
-        return (_of_triangle(linalg.solve(_transposed(lower), right), ones, triangle),)
+        return (of_triangle(linalg.solve(_transposed(lower), right), ones, triangle),)
 
     return vjp
 
@@ -102,7 +102,7 @@ def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     def vjp(g: Array) -> tuple[Array]:
         inner = over_gaps(anp.matmul(_transposed(vectors), g[1]), ans[0], None, "eigenvalues") + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
-        return (_of_triangle(part, ones, triangle),)
+        return (of_triangle(part, ones, triangle),)
 
     return vjp
 
@@ -146,7 +146,7 @@ def eig_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _of_triangle(part: Array, ones: Array, triangle: Array) -> Array:
+def of_triangle(part: Array, ones: Array, triangle: Array) -> Array:
     """Return the cotangent of the triangle, since `cholesky` and `eigh` read no other entries of a Hermitian matrix."""
     return anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle
 

@@ -90,8 +90,10 @@ def _exact(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _scipy_rule(fun: Primitive) -> VjpMaker | None:
-    is_known = fun.__name__ in SCIPY_VJPS and fun.fun.__module__.startswith("scipy.")
-    return SCIPY_VJPS[fun.__name__] if is_known else None
+    owner, name = getattr(fun.fun, "__self__", None), fun.__name__
+    if owner is not None:  # a distribution
+        name = f"{type(owner).__name__.removesuffix('_gen')}.{name}"
+    return SCIPY_VJPS[name] if name in SCIPY_VJPS and fun.fun.__module__.startswith("scipy.") else None
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

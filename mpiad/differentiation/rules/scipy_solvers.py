@@ -1,4 +1,4 @@
-"""Solvers of `autograd.scipy.linalg`: triangular and banded systems, and the square root of a matrix.
+"""Solvers of `autograd.scipy.linalg`, of triangular and banded systems and roots of matrices, and normal distributions.
 
 Autograd's rules reject some keyword arguments and several right-hand sides of a banded system with traced bands, ignore
 `unit_diagonal`, and are wrong for complex matrices. The rules here are found by the names of the functions, since only
@@ -14,6 +14,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.factorizations import of_triangle
 from mpiad.differentiation.rules.protocol import SCIPY_VJPS, Argnums, Primitive, Vjp, VjpMaker, refusal
 
 
@@ -100,4 +101,66 @@ def sqrtm_vjp(argnums: Argnums, ans: Array, a: Array, *unused: object) -> Vjp:
     return lambda g: (fitted(solve_sylvester(ans.T, ans.T, g), a),)
 
 
+def _normal_density_vjp(is_logarithm: bool) -> VjpMaker:
+    """Return the rule of the density of a normal distribution: the gradients of its logarithm with d = x - mean."""
+
+    def rule(
+        argnums: Argnums, ans: Array, x: Array, mean: Array = None, cov: Array = 1, allow_singular: bool = False
+    ) -> Vjp:
+        center = 0.0 if mean is None else mean
+        inverse = (anp.linalg.pinv if allow_singular else anp.linalg.inv)(_covariance(cov, center))
+        points = anp.reshape(x, (*anp.shape(x), 1)) if len(inverse) == 1 and anp.ndim(x) < 2 else x
+        d = points - center
+        solved = anp.matmul(d, inverse)
+
+        def vjp(g: Array) -> tuple[Array, ...]:
+            scale = anp.reshape(g if is_logarithm else g * ans, (*anp.shape(d)[:-1], 1))
+            parts = {
+                0: lambda: anp.reshape(-scale * solved, anp.shape(x)),
+                1: lambda: anp.reshape(fitted(scale * solved, anp.reshape(mean, (-1,))), anp.shape(mean)),
+                2: lambda: of_covariance(scale),
+            }
+            return tuple([parts[i]() for i in argnums])
+
+        def of_covariance(scale: Array) -> Array:
+            if allow_singular:
+                from autograd.scipy.stats import multivariate_normal
+
+                raise refusal(multivariate_normal.logpdf, "with respect to the covariance with allow_singular=True")
+            w = anp.reshape(solved, (-1, len(inverse)))
+            outer = anp.dot(w.T, anp.reshape(scale, (-1, 1)) * w)
+            return _of_covariance((outer - anp.sum(scale) * inverse) / 2, cov)
+
+        return vjp
+
+    return _passed(rule)
+
+
+@_passed
+def normal_entropy_vjp(argnums: Argnums, ans: Array, mean: Array = None, cov: Array = 1) -> Vjp:
+    """Return half of the inverse of the covariance, and zero for the mean."""
+    inverse = anp.linalg.inv(_covariance(cov, 0.0 if mean is None else mean))
+    parts = {0: lambda g: 0.0 * mean, 1: lambda g: _of_covariance(g * inverse / 2, cov)}
+    return lambda g: tuple([parts[i](g) for i in argnums])
+
+
+def _covariance(cov: Array, mean: Array) -> Array:
+    """Return a covariance, given by a number, variances or a matrix, as the symmetric matrix that SciPy reads."""
+    if anp.ndim(cov) == 2:
+        lower = anp.tril(cov, -1)
+        return lower + lower.T + anp.diag(anp.diagonal(cov))
+    return anp.diag(cov * np.ones(anp.size(mean)))
+
+
+def _of_covariance(part: Array, cov: Array) -> Array:
+    """Return the cotangent of a covariance from that of the symmetric matrix."""
+    n = len(part)
+    if anp.ndim(cov) == 2:
+        return of_triangle(part, np.eye(n), np.tri(n, k=-1))
+    return fitted(anp.diagonal(part), cov)
+
+
+SCIPY_VJPS["multivariate_normal.logpdf"] = _normal_density_vjp(True)
+SCIPY_VJPS["multivariate_normal.pdf"] = _normal_density_vjp(False)
+SCIPY_VJPS["multivariate_normal.entropy"] = normal_entropy_vjp
 SCIPY_VJPS.update(solve_triangular=solve_triangular_vjp, solve_banded=solve_banded_vjp, sqrtm=sqrtm_vjp)

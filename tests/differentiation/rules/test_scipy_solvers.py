@@ -4,7 +4,9 @@ import autograd.numpy as np
 import derivative_sweep
 import numpy
 import pytest
+import scipy.stats
 from autograd.scipy import linalg as solvers
+from autograd.scipy.stats import multivariate_normal
 
 import mpiad
 
@@ -81,3 +83,61 @@ def test_stacks_of_matrices_are_refused():
     ):
         with pytest.raises(NotImplementedError, match=r"solve_triangular can't be .* call np\.linalg\.solve"):
             mpiad.grad(loss)(X)
+
+
+def covariance(kind, x):
+    """A number, variances, or a matrix; of a matrix, SciPy reads the lower triangle only."""
+    matrix = np.outer(x, x) + np.diag(x) + 3 * np.eye(3)
+    return {
+        "number": np.sum(x) + 2.0,
+        "variances": 2.0 + x**2,
+        "matrix": matrix,
+        "triangle": np.tril(matrix),
+        "other triangle": matrix + np.triu(np.outer(x, x**2), 1),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["number", "variances", "matrix", "triangle", "other triangle"])
+@pytest.mark.parametrize("name", ["logpdf", "pdf", "entropy"])
+def test_normal_distributions(name, kind):
+    points = numpy.array([[0.3, 0.1, -0.2], [1.0, -0.4, 0.6]])
+
+    def loss(x, distribution=multivariate_normal):
+        cov = covariance(kind, x)
+        if name == "entropy":
+            return 10 * distribution.entropy(np.sin(x), cov)
+        values = [getattr(distribution, name)(y, np.sin(x), cov) for y in (x, x * points)]
+        return 10 * (values[0] + np.sum(values[1] * np.array([1.0, 2.0])))
+
+    def slope(x):
+        return (
+            loss(x + 1e-5 * V, scipy.stats.multivariate_normal) - loss(x - 1e-5 * V, scipy.stats.multivariate_normal)
+        ) / 2e-5
+
+    for derivative in (
+        mpiad.grad(loss),
+        mpiad.grad(mpiad.jit(loss, strict=True)),
+        mpiad.jit(mpiad.grad(loss), strict=True),
+    ):
+        numpy.testing.assert_allclose(derivative(X) @ V, slope(X), rtol=1e-7)
+    numpy.testing.assert_allclose(mpiad.jvp(loss, X, V)[1], slope(X), rtol=1e-7)
+    second = (slope(X + 1e-3 * V) - slope(X - 1e-3 * V)) / 2e-3
+    numpy.testing.assert_allclose(mpiad.hvp(loss)(X, V) @ V, second, rtol=1e-3, atol=1e-4)
+
+
+V = numpy.array([0.2, -0.5, 0.3])
+
+
+@pytest.mark.parametrize("cov", [1.5, [1.5], [[1.5]]])
+def test_normal_distributions_of_one_number(cov):
+    """Compared with the density of a number."""
+    cov, x = numpy.array(cov), numpy.array([0.3, -1.2, 0.8])
+    value, (of_x, of_mean, of_cov) = mpiad.value_and_grad(
+        lambda x, mean, cov: np.sum(multivariate_normal.logpdf(x, mean, cov) * np.arange(3.0)), (0, 1, 2)
+    )(x, 0.4, cov)
+    d = x - 0.4
+    numpy.testing.assert_allclose(value, numpy.arange(3) @ (-(d**2) / 3.0 - 0.5 * numpy.log(3.0 * numpy.pi)))
+    numpy.testing.assert_allclose(of_x, -d / 1.5 * numpy.arange(3))
+    numpy.testing.assert_allclose(of_mean, d @ numpy.arange(3) / 1.5)
+    assert of_cov.shape == cov.shape
+    numpy.testing.assert_allclose(numpy.sum(of_cov), numpy.arange(3) @ (d**2 / 1.5**2 - 1 / 1.5) / 2)
