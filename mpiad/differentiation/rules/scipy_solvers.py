@@ -140,7 +140,7 @@ def _normal_density_vjp(is_logarithm: bool) -> VjpMaker:
 def normal_entropy_vjp(argnums: Argnums, ans: Array, mean: Array = None, cov: Array = 1) -> Vjp:
     """Return half of the inverse of the covariance, and zero for the mean."""
     inverse = anp.linalg.inv(_covariance(cov, 0.0 if mean is None else mean))
-    parts = {0: lambda g: 0.0 * mean, 1: lambda g: _of_covariance(g * inverse / 2, cov)}
+    parts = {0: lambda g: anp.zeros_like(mean), 1: lambda g: _of_covariance(g * inverse / 2, cov)}
     return lambda g: tuple([parts[i](g) for i in argnums])
 
 
