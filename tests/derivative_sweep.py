@@ -710,7 +710,7 @@ SCIPY_TEXT = """
 ## Functions of SciPy
 
 These functions of `autograd.scipy` have derivatives in all modes, by autograd's rules or ours. The order of a Bessel function
-and of `polygamma` is a constant for them. Those of `stats.multivariate_normal` read the lower triangle of the
+or of `polygamma` is a constant for them: a traced one raises an error. Those of `stats.multivariate_normal` read the lower triangle of the
 covariance, as SciPy does. The rules of distributions hold inside the support; those of `stats.chi2` need an
 integer `df`. Other functions, such as `linalg.solve`, `inv`, `cholesky` and `cho_factor`, raise a `NotImplementedError` that
 says what to call instead, `np.linalg.solve` for example, and so do errors of `scipy` itself. For filters, see

@@ -13,6 +13,7 @@ from typing import Any
 
 import autograd
 import autograd.numpy as anp
+import autograd.scipy.special
 import numpy as np
 import pytest
 import scipy.linalg
@@ -234,6 +235,21 @@ def test_what_to_write_for_a_function_without_a_derivative(name: str) -> None:
             derive(x)
         assert all(formula in str(found.value) for formula in formulas), found.value
     assert mpiad.testing.check_grads(advised, x, comm=COMM)
+
+
+@pytest.mark.parametrize("name", ["iv", "ive", "jn", "yn", "polygamma"])
+def test_a_traced_order_is_refused(name: str) -> None:
+    """Autograd's derivative is zero."""
+    fun = getattr(autograd.scipy.special, name)
+    of_order = lambda n: fun(n, 2.0)  # noqa: E731
+    for derive in (
+        mpiad.grad(of_order), lambda n: mpiad.jvp(of_order, n, 1.0), lambda n: mpiad.hvp(of_order)(n, 1.0),
+        mpiad.grad(mpiad.jit(of_order)), mpiad.jit(mpiad.grad(of_order)),
+    ):  # fmt: skip
+        with pytest.raises((NotImplementedError, TypeError), match=r"with respect to its order: .*stop_gradient\(n\)"):
+            derive(1.0)
+    slope = mpiad.grad(lambda x: fun(mpiad.stop_gradient(x) * 0.0 + 1.0, x))(2.0)
+    assert slope == pytest.approx((fun(1, 2.0 + 1e-6) - fun(1, 2.0 - 1e-6)) / 2e-6, rel=1e-7)
 
 
 def positive(x: Any) -> Any:

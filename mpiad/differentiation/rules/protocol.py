@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,6 +34,8 @@ primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.wher
 
 # Rules for functions of `autograd.scipy`, by name.
 SCIPY_VJPS: dict[str, VjpMaker] = {}
+# Functions of `autograd.scipy.special` for which autograd's derivative with respect to the order is zero.
+_OF_AN_ORDER = ("iv", "ive", "jn", "yn", "polygamma")
 _ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy instead of autograd.numpy"
 # Functions without a derivative on devices: name and advice.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
@@ -58,6 +61,9 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     """Make the adjoint by autograd's rule; cotangents get the shapes of the arguments."""
     on_host, (args, kwargs) = _is_on_host(ans), _exact(fun, args, kwargs)
     _require_support(fun, ans, on_host)
+    special = sys.modules.get("autograd.scipy.special")
+    if 0 in argnums and special and any(getattr(special, name) is fun for name in _OF_AN_ORDER):
+        raise refusal(fun, "with respect to its order: pass a number, or mpiad.stop_gradient(n)")
     rule: VjpMaker = _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
