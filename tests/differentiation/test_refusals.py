@@ -14,6 +14,7 @@ from typing import Any
 import autograd
 import autograd.numpy as anp
 import autograd.scipy.special
+import autograd.scipy.stats
 import numpy as np
 import pytest
 import scipy.linalg
@@ -250,6 +251,20 @@ def test_a_traced_order_is_refused(name: str) -> None:
             derive(1.0)
     slope = mpiad.grad(lambda x: fun(mpiad.stop_gradient(x) * 0.0 + 1.0, x))(2.0)
     assert slope == pytest.approx((fun(1, 2.0 + 1e-6) - fun(1, 2.0 - 1e-6)) / 2e-6, rel=1e-7)
+
+
+def test_arguments_of_distributions_without_rules_are_named() -> None:
+    calls = [
+        ("cdf", lambda x: autograd.scipy.stats.t.cdf(x, 4.0, x**2, x + 1)),
+        ("logpdf", lambda x: autograd.scipy.stats.gamma.logpdf(x, 2.0, 0.0, 1.5)),
+        ("logpdf", lambda x: autograd.scipy.stats.chi2.logpdf(x, x + 1)),
+    ]
+    for name, fun in calls:
+        for derive in (mpiad.grad(fun), lambda x, fun=fun: mpiad.jvp(fun, x, 1.0), mpiad.grad(mpiad.jit(fun))):
+            with pytest.raises(
+                NotImplementedError, match=f"^{name} can't be differentiated with these arguments: its rule"
+            ):
+                derive(0.7)
 
 
 def positive(x: Any) -> Any:

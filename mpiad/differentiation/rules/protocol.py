@@ -68,6 +68,8 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
         fitted = partial(_fitted_parts, fun, pull, [_like(args[i]) for i in argnums])
+    elif (getattr(fun.fun, "__module__", None) or "").startswith("scipy.stats."):  # for which rules lack loc and scale
+        fitted = pull = checked(fun, rule, argnums, ans, args, kwargs)
     else:
         fitted = pull = rule(argnums, ans, args, kwargs)
     if on_host:
