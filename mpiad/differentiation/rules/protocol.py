@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import autograd.numpy
@@ -34,8 +35,6 @@ primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.wher
 
 # Rules for functions of `autograd.scipy`, by name.
 SCIPY_VJPS: dict[str, VjpMaker] = {}
-# Functions of `autograd.scipy.special` for which autograd's derivative with respect to the order is zero.
-_OF_AN_ORDER = ("iv", "ive", "jn", "yn", "polygamma")
 _ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy instead of autograd.numpy"
 # Functions without a derivative on devices: name and advice.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
@@ -62,7 +61,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     on_host, (args, kwargs) = _is_on_host(ans), _exact(fun, args, kwargs)
     _require_support(fun, ans, on_host)
     special = sys.modules.get("autograd.scipy.special")
-    if 0 in argnums and special and any(getattr(special, name) is fun for name in _OF_AN_ORDER):
+    if special is not None and fun in _of_an_order(special) and 0 in argnums:
         raise refusal(fun, "with respect to its order: pass a number, or mpiad.stop_gradient(n)")
     rule: VjpMaker = _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
@@ -79,6 +78,12 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     if not any(are_numbers):
         return fitted
     return lambda g: tuple([array_to_host(part) if is_number else part for part, is_number in zip(fitted(g), are_numbers)])
+
+
+@cache
+def _of_an_order(special: ModuleType) -> frozenset[Primitive]:
+    """Return the functions for which autograd's derivative with respect to the order is zero."""
+    return frozenset([getattr(special, name) for name in ("iv", "ive", "jn", "yn", "polygamma")])
 
 
 def exact_integer(x: Array) -> Array:
