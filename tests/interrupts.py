@@ -979,12 +979,11 @@ def lines_of(make, alone=None):
 def state():
     """Return what an interrupt must leave as it was, with what it must be."""
     used = channel(None, "state")
-    waits = timed_waits.waits_by_thread
     return {
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
         "recorders": set(recorder._open_recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
-        "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
-        "alone": used.alone, "looking": used._test_lock._is_owned(),
+        "forward": operation.communicate.__module__, "waits": timed_waits.present_waits(),
+        "patience": list(signals._patience), "alone": used.alone, "looking": used._test_lock._is_owned(),
         "started": [kind for kind, _, _ in used.started.values() if kind != "background send"],
         "deadline": timed_waits._expire, "derived": len(used.derived),
     }  # fmt: skip

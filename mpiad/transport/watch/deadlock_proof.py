@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpiad._typing import Rank
+from mpiad._typing import Rank, Status
 
 COLLECTIVE, SEND, RECEIVE = "collective", "send", "receive"
 State = dict[str, Any]
@@ -111,19 +111,8 @@ class Counter:
         self.recent.append(name)
         return self.collectives
 
-    def send(self, stream: Stream) -> int:
-        """Count a message before it starts; return its number in the stream."""
-        return self._count(self.sends, stream)
-
-    def receive(self, stream: Stream, is_request: bool) -> int:
-        """Count a receive before it starts; return its number as that of an `Operation`."""
-        number = self._count(self.receives, stream)
-        if is_open(stream):
-            return self.requests
-        self.requests += is_request
-        return number
-
-    def _count(self, counts: dict[Stream, int], stream: Stream) -> int:
+    def count(self, counts: dict[Stream, int], stream: Stream) -> int:
+        """Count a message or a receive before it starts; return its number in the stream."""
         if self.thread != get_ident():
             self.is_ordered, self.thread = self.is_ordered and self.thread is None, get_ident()
         number = counts[stream] = counts.get(stream, 0) + 1
@@ -132,14 +121,12 @@ class Counter:
             counts.clear()
         return number
 
-    def move(self, stream: Stream, to: Stream | None) -> None:
-        """Count a receive in another stream; in none if it has received nothing."""
+    def move(self, stream: Stream, status: Status) -> None:
+        """Count a receive in the stream of its message; in none if it has received nothing, and `status` is None."""
         received = self.receives
         received[stream] = received.get(stream, 0) - 1
-        if to in received:
-            received[to] += 1
-        elif to is not None:
-            self._count(received, to)
+        if status is not None:
+            self.count(received, (status.source, status.tag))
 
     def counts(self, members: Sequence[Rank]) -> Counts:
         """Return the counts; `members`: the ranks in the world."""

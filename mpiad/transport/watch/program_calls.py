@@ -24,7 +24,7 @@ from itertools import repeat
 from math import nan
 from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -43,7 +43,7 @@ from mpiad.transport.watch.timed_waits import (
     Waiting,
     message_elsewhere,
     message_instead,
-    restore_wait,
+    present_waits,
     waits_by_thread,
 )
 
@@ -67,32 +67,19 @@ _COMPARED = {"Bcast": "buf", "Scatter": "recvbuf"} | dict.fromkeys(("Gather", "A
 _COMPARED |= dict.fromkeys(("Reduce", "Allreduce", "Scan", "Exscan"), "sendbuf")
 
 
-class _Parameter(NamedTuple):
-    """A parameter of a method."""
-
-    place: int
-    name: str
-    default: Any
-
-    def of(self, arguments: tuple, keywords: dict[str, object]) -> Any:
-        """Return the argument of a call."""
-        place, name, default = self
-        return arguments[place] if place < len(arguments) else keywords.get(name, default)
-
-
 class _Method:
-    """A method of mpi4py's communicators; `ends`: its parameters for the partners and the tags of messages."""
+    """A method of mpi4py's communicators; `ends`: place, name and default of its parameters for partners and tags."""
 
     def __init__(self, function: Function, name: str):
         self.function, self.name, self.signature = function, name, inspect.signature(function)
         places = enumerate(list(self.signature.parameters.values())[1:])
-        parameters = {each.name: _Parameter(place, each.name, each.default) for place, each in places}
+        parameters = {each.name: (place, each.name, each.default) for place, each in places}
         self.ends = [
-            (kind, parameters[peer], parameters[tag if tag in parameters else "tag"])
+            (kind, *parameters[peer], *parameters[tag if tag in parameters else "tag"])
             for kind, peer, tag in ((SEND, "dest", "sendtag"), (RECEIVE, "source", "recvtag"))
             if peer in parameters
         ]
-        self.probes, self.status_place = "probe" in name.lower(), getattr(parameters.get("status"), "place", 0)
+        self.probes, self.status_place = "probe" in name.lower(), parameters.get("status", (0,))[0]
         self.is_persistent, self.constructs = name.endswith("_init"), name in _CONSTRUCTORS
         self.starts = self.is_persistent or (name[0] in "Ii" and not self.probes)  # and returns a request
 
@@ -100,11 +87,11 @@ class _Method:
 class ProgramCall(Waiting):
     """A call of mpi4py on a communicator, which may be the wait of a thread, or may have started a request."""
 
-    __slots__ = ("arguments", "began", "comm", "keywords", "method", "number")
+    __slots__ = ("arguments", "comm", "keywords", "method", "number", "unknown")
     endless, error, any_suffices = True, None, False
-    unknown: Stream | None = None  # in which a receive is counted whose message isn't known
 
-    def __init__(self, comm: Comm, method: _Method, arguments: tuple, keywords: dict[str, object]):
+    def __init__(self, comm: Comm, method: _Method, arguments: tuple, keywords: dict[str, Any]):
+        self.unknown: Stream | None = None  # in which a receive is counted whose message isn't known
         self.comm, self.method, self.arguments, self.keywords = comm, method, arguments, keywords
         self.began = perf_counter()
 
@@ -128,29 +115,30 @@ class ProgramCall(Waiting):
         counter, method, arguments, keywords = self.comm.counter, self.method, self.arguments, self.keywords
         if not method.ends:
             self.number = counter.collective(method.name)
+        given = len(arguments)
         try:
-            for kind, peer, tag in method.ends:
-                stream = peer.of(arguments, keywords), tag.of(arguments, keywords)
-                if stream[0] == _PROC_NULL:
+            for kind, peer_place, peer_name, peer, tag_place, tag_name, tag in method.ends:
+                peer = arguments[peer_place] if peer_place < given else keywords.get(peer_name, peer)
+                if peer == _PROC_NULL:
                     continue
+                stream = peer, arguments[tag_place] if tag_place < given else keywords.get(tag_name, tag)
                 if kind is SEND:
-                    self.number = counter.send(stream)
+                    self.number = counter.count(counter.sends, stream)
+                    continue
+                self.number = counter.count(counter.receives, stream)
+                if is_open(stream):
+                    self.number, self.unknown = counter.requests, stream
+                elif method.probes:
+                    self.unknown = stream
                 else:
-                    self.number = counter.receive(stream, method.starts)
-                    if method.probes or is_open(stream):
-                        self.unknown = stream
+                    counter.requests += method.starts
         except TypeError:  # an argument that MPI rejects, or an array with a number
             counter.is_ordered = False
 
-    def end(self, status: Status) -> None:
-        """Count the message of a receive whose message wasn't known; `status` is None if there was none."""
-        self.comm.counter.move(self.unknown, status and (status.source, status.tag))
-        self.unknown = None
-
     def ends(self) -> list[tuple[str, Rank, int]]:
         """Return kind, partner and tag for each end of a message of this call."""
-        parameters = self.method.ends
-        every = [(kind, *(each.of(self.arguments, self.keywords) for each in stream)) for kind, *stream in parameters]
+        arguments = self.by_name()
+        every = [(kind, arguments[peer], arguments[tag]) for kind, _, peer, _, _, tag, _ in self.method.ends]
         return [end for end in every if end[1] != MPI.PROC_NULL]
 
     def operations(self) -> list[Operation]:
@@ -185,7 +173,7 @@ class ProgramCall(Waiting):
 
     def report(self) -> dict[str, object]:
         """Return the entries of a table of waits; the waits of all threads, and whether these are all threads."""
-        waits = {thread: wait.what for thread, wait in waits_by_thread.copy().items() if isinstance(wait.what, ProgramCall)}
+        waits = {thread: wait.what for thread, wait in present_waits().items() if isinstance(wait.what, ProgramCall)}
         here = next((thread for thread, call in waits.items() if call is self), 0)
         texts = [call.described() if call is self else f"{call.name} {call.described()}" for call in self.calls]
         hints = [_hint(call) for call in self.calls]
@@ -267,7 +255,7 @@ def _during(wait: ProgramCall, call: Callable[..., T], *args: object, **keywords
     try:
         return call(*args, **keywords)
     finally:
-        restore_wait(thread, before)
+        waits_by_thread[thread] = before
 
 
 class _ProgramRequest:
@@ -304,7 +292,8 @@ def _wait_for(name: str, request: Request, function: Callable[..., T], status: S
         status = call.comm.counter.status
     result = _during(RequestWait(name, [call]), function, request, status)
     if call.unknown:
-        call.end(status)
+        call.comm.counter.move(call.unknown, status)
+        call.unknown = None
     return result
 
 
@@ -408,38 +397,40 @@ def _compare(call: ProgramCall) -> None:
 def _watched_method(method: _Method) -> Function:
     function, starts, is_persistent = method.function, method.starts, method.is_persistent
     is_collective, frees, place = not method.ends, method.name in ("Free", "Disconnect"), method.status_place
+    waits_for_all, probes, constructs = is_collective and not starts, method.probes, method.constructs
 
     def watched_call(self: Comm, *args: object, **keywords: object) -> object:
         call = ProgramCall(self, method, args, keywords)
         if is_persistent:
             return _watched_request(function(self, *args, **keywords), call)
         call.begin()
-        if is_collective and not starts:
-            if self.agreement is not None:
-                _compare(call)
-            if frees:
-                with _freeing:
-                    self.bare = MPI.COMM_NULL
-            result = _during(call, function, self, *args, **keywords)
-            if frees:
-                _counters.pop(self.key, None)
-            return watched(result) if method.constructs else result
+        if waits_for_all and self.agreement is not None:
+            _compare(call)
+        if frees:
+            with _freeing:
+                self.bare = MPI.COMM_NULL
+        if call.unknown and not starts:
+            status = args[place] if len(args) > place else keywords.get("status")
+            if status is None:
+                keywords["status"] = status = self.counter.status
+                call.arguments = args = args[:place]
+        thread = get_ident()
+        before = waits_by_thread.get(thread)
+        waits_by_thread[thread] = call
         try:
-            if starts:
-                return _watched_request(function(self, *args, **keywords), call)
-            status = None
-            if call.unknown:
-                status = args[place] if len(args) > place else keywords.get("status")
-                if status is None:
-                    status = self.counter.status
-                    args, keywords = args[:place], {**keywords, "status": status}
-            result = _during(call, function, self, *args, **keywords)
+            result = function(self, *args, **keywords)
         except BaseException:
-            self.counter.is_ordered = False
+            self.counter.is_ordered &= is_collective
             raise
+        finally:
+            waits_by_thread[thread] = before
+        if starts:
+            return _watched_request(result, call)
         if call.unknown:
-            call.end(None if method.probes and result in (None, True) else status)
-        return result
+            self.counter.move(call.unknown, None if probes and result in (None, True) else status)
+        if frees:
+            _counters.pop(self.key, None)
+        return watched(result) if constructs else result
 
     return wraps(function)(watched_call)
 

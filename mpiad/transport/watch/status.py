@@ -210,7 +210,7 @@ class Responder(StateExchange):
 
     def _examine(self, end_job: Callable[[str], None]) -> None:
         """Ask the other ranks if calls of the program wait for long; end the job if they can't end."""
-        waits = list(timed_waits.waits_by_thread.copy().values())
+        waits = list(timed_waits.present_waits().values())
         doubt, now, limit = self._doubt, perf_counter(), watch_settings.present().timeout
         began = [wait.began for wait in waits]
         if began != doubt.began:
@@ -304,7 +304,7 @@ class Responder(StateExchange):
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         # The counts are read before the waits: if these are still the same, they had begun before the counts were read.
         common = {"asking": self._asking, "counts": _counts(), "ledger": message_headers.summary()}
-        every = timed_waits.waits_by_thread.copy()
+        every = timed_waits.present_waits()
         waiting = every.get(main) or next(iter(every.values()), None)
         if self._left is not None:
             return common | _left(*self._left)

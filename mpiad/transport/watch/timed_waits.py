@@ -58,12 +58,14 @@ class Awaited(Protocol):
 class Waiting:
     """A thread's wait. If `endless`, reports show it, but it has no deadline, and `error` isn't set."""
 
+    __slots__ = ("began", "endless", "error", "what")
+
     def __init__(self, what: Awaited, endless: bool = False):
         self.what, self.began, self.endless = what, perf_counter(), endless
         self.error: Exception | None = None
 
 
-waits_by_thread: dict[int, Waiting] = {}  # the current wait of each thread
+waits_by_thread: dict[int, Waiting | None] = {}  # the current wait of each thread, None between two of them
 # Installed by the module that makes deadlock reports.
 _expire: Callable[[Waiting], Exception] | None = None
 _answer: Callable[[], None] | None = None
@@ -105,17 +107,14 @@ def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
             waits_by_thread[thread] = waiting
             _nap_until(test, waiting)
         finally:
-            restore_wait(thread, before)
-    finally:  # repeated, since an interrupt may prevent the first call
-        restore_wait(thread, before)
-
-
-def restore_wait(thread: int, before: Waiting | None) -> None:
-    """Set the current wait of a thread."""
-    if before is None:
-        waits_by_thread.pop(thread, None)
-    else:
+            waits_by_thread[thread] = before
+    finally:  # repeated, since an interrupt may prevent the first statement
         waits_by_thread[thread] = before
+
+
+def present_waits() -> dict[int, Waiting]:
+    """Return the current waits by thread."""
+    return {thread: wait for thread, wait in waits_by_thread.copy().items() if wait is not None}
 
 
 def _nap_until(test: Callable[[], bool], waiting: Waiting) -> None:
@@ -144,7 +143,7 @@ def _is_over(waiting: Waiting) -> bool:
 
 def set_error(began: float, error: Exception) -> None:
     """Raise an exception in the wait that began at this time, if it still runs."""
-    for waiting in waits_by_thread.copy().values():
+    for waiting in present_waits().values():
         if waiting.began == began and not waiting.endless:
             waiting.error = error
 
