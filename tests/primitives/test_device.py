@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
+from mpiad.transport.core.collectives import sum_of_rows
 from mpiad.transport.devices.device_settings import DeviceSettings
 
 WORLD = MPI.COMM_WORLD
@@ -97,6 +100,28 @@ def test_long_sums(length, settings, mixed):
         slope = mpiad.grad(lambda x: anp.sum(mpiad.mpi_allreduce(x) ** 3), objective="sum")(x)
         # The root of it has the sum's rounding errors, which depend on the order of the terms; its square near 0 doesn't.
         np.testing.assert_allclose(np.sqrt(look(slope) / (3 * WORLD.size)), np.abs(total), rtol=1e-14, atol=1e-14)
+
+
+def test_rows_are_added_in_their_order():
+    rows = np.random.default_rng(0).normal(size=(64, 1, 9))
+    for part in (rows[:, :, 0], rows[:, 0]):  # NumPy adds the rows of one number in pairs
+        np.testing.assert_array_equal(on_host(sum_of_rows(on_device(part))), functools.reduce(np.add, list(part)))
+
+
+@pytest.mark.also_on(3)
+@pytest.mark.parametrize("dtype", ["f8", "f4", "c16"])
+@pytest.mark.parametrize("way", ["exchanged", "shared"])
+def test_sums_of_blocks_add_in_the_order_of_the_ranks(way, dtype, rank, size):
+    numbers = [np.random.default_rng(r).normal(size=1001).astype(dtype) for r in range(size)]
+    total = functools.reduce(np.add, numbers)
+    counts = [1] * size
+    counts[-1] += 1001 - size
+    with travelling(way):
+        x = on_device(numbers[rank])
+        np.testing.assert_array_equal(on_host(mpiad.mpi_allreduce(x)), total)
+        np.testing.assert_array_equal(on_host(mpiad.mpi_sum(x, ROOT)), total if rank == ROOT else 0 * total)
+        own = total[rank:] if rank == ROOT else total[rank : rank + 1]
+        np.testing.assert_array_equal(on_host(mpiad.mpi_reduce_scatter(x, 0, counts=counts)), own)
 
 
 @pytest.mark.parametrize(

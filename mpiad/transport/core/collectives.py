@@ -12,6 +12,7 @@ by messages; sums are computed as described above.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -365,16 +366,21 @@ def _exchanged_sum(channel: Channel, array: Array, root: int | None = None, shar
     return communicate(lambda sent, out: gather(sent, [out, counts], root), block, spec, discards=discards)
 
 
+def sum_of_rows(parts: Array) -> Array:
+    """Return the sum of the rows in their order. The order of np.sum depends on the shape and on the device."""
+    return functools.reduce(np.add, [parts[row] for row in range(len(parts))])
+
+
 def _own_block(channel: Channel, array: Array, counts: list[int], root: int | None = None, shares: bool = False) -> Array:
     if shares:
         own = [counts[channel.rank]] * channel.size
         parts = _sent_blocks(channel, array.reshape(-1), counts, own).reshape(channel.size, counts[channel.rank])
-        return np.sum(parts, axis=0, dtype=array.dtype)
+        return sum_of_rows(parts)
     if getattr(channel.data, "agreement", None) is not None:  # a watched Alltoallv doesn't compare shapes
         channel.data.agree("Alltoallv", array, MPI.SUM, root)
     own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))
     parts = communicate(lambda sent, out: channel.data.Alltoallv([sent, counts], [out, own]), array, spec)
-    return np.sum(parts, axis=0, dtype=array.dtype)
+    return sum_of_rows(parts)
 
 
 # Broadcasts that begin with a header, which contains the shape and dtype, and also the entries of a small array.
