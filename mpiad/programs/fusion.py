@@ -391,6 +391,7 @@ class Schedule:
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
+        self._items_of: dict[int, list[Item]] = {}  # the items that store each node and its parts
         self._views: set[int] = set()  # views that the next loops store, each with all entries of its source
         # For arguments of the program with a copy in another buffer: the first step after the copy, and the copy's place.
         self.copies: dict[int, tuple[int, Place]] = {}
@@ -591,6 +592,12 @@ class Schedule:
 
         The node may be read from there later if `is_readable`.
         """
+        first, is_new = len(items), n not in self.places
+        self._append(n, place, is_readable, items)
+        if is_new:
+            self._items_of[n] = items[first:]
+
+    def _append(self, n: int, place: Place | None, is_readable: bool, items: list[Item]) -> None:
         node = self.nodes[n]
         if place is None and node.kind == "reshape":
             (x,) = node.inputs
@@ -649,15 +656,21 @@ class Schedule:
         computed = {item.node for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
         # A read of a node that isn't an item itself, such as a join or a reshaped array, waits for all stores to its
-        # buffer.
+        # buffer; if these depend on the read, for the stores of the node.
         wholes = {n for buffer in written for n in self._nodes_in.get(buffer, ()) if n not in computed | self._views}
         reads = {id(item): self._needs(item, computed | wholes) for item in pending}
+        by_buffer = True
         while pending:
             loop: list[Item] = []
             inside: dict[int, IndexMap] = {}
             waiting = {item.node for item in pending if not item.copies}
-            buffers = {self._root(item.place.buffer) for item in pending}
-            waiting |= {n for n in wholes if self._root(self.places[n].buffer) in buffers}
+            buffers, left = {self._root(item.place.buffer) for item in pending}, set(map(id, pending))
+            waiting |= {
+                n
+                for n in wholes
+                if self._root(self.places[n].buffer) in buffers
+                and (by_buffer or not left.isdisjoint(map(id, self._items_of.get(n, ()))))
+            }
             shape: Shape | None = None
             precision, fold = None, ""
             for item in pending:
@@ -674,7 +687,11 @@ class Schedule:
                     if not item.reduction and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:
-                raise AssertionError(f"no order of loops for {pending}")
+                if not by_buffer:
+                    raise AssertionError(f"no order of loops for {pending}")
+                by_buffer = False
+                continue
+            by_buffer = True
             pending = [item for item in pending if item not in loop]
             self.since.update(dict.fromkeys(inside, len(self.steps)))
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))

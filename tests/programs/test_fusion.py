@@ -185,6 +185,33 @@ def test_the_operands_of_several_exchanges_are_computed_in_one_loop():
     assert (loops, calls, copies) == (3, 4, 2)
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (5, 5), (6, 4)])
+def test_a_part_of_an_exchanged_field_is_read_before_the_other_parts_are_stored(shape):
+    """The part is a join itself; in small blocks it is stored, and the other parts depend on it."""
+    domain, (u, v) = Domain(shape, halo=1, periodic=(False, True)), np.random.default_rng(0).random((2, *shape))
+    is_open = np.ones(shape)
+    is_open[-1] = 0.0
+
+    def spread(p):
+        return p[1:-1, 2:] + p[1:-1, :-2] + p[2:, 1:-1] + p[:-2, 1:-1] - 4 * p[1:-1, 1:-1]
+
+    def step(u, v):
+        up, vp = domain.exchange([u, v], boundary="edge")
+        east, north = u * (v + vp[1:-1, 2:]) / 2, v * (u + up[2:, 1:-1]) / 2
+        spin = (vp[1:-1, 2:] - v - up[2:, 1:-1] + u) / (v + 3)
+        fe, fn, q = domain.exchange([east, north, spin], boundary="zero")
+        new_v = -(spin * (east + fe[2:, 1:-1]) + q[1:-1, :-2] * (fe[1:-1, :-2] + fe[2:, :-2])) / 4
+        new_u = spin * (north + fn[1:-1, 2:]) + q[:-2, 1:-1] * (fn[:-2, 1:-1] + fn[:-2, 2:])
+        u, v = u + new_u, (v + new_v) * is_open
+        up, vp = domain.exchange([u, v], boundary="edge")
+        return anp.sum((u + spread(up)) ** 2) + anp.sum(((v + spread(vp)) * is_open) ** 3)
+
+    direction, h = np.random.default_rng(1).standard_normal(shape), 1e-5
+    slope = (step(u + h * direction, v) - step(u - h * direction, v)) / (2 * h)
+    found = mpiad.grad(mpiad.jit(step, strict=True))(u, v)
+    np.testing.assert_allclose(np.sum(found * direction), slope, rtol=1e-7)
+
+
 @pytest.mark.unguarded
 def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     """No array of zeros is scattered into: a loop for the value, one for the gradient; the call shares the value."""
