@@ -39,6 +39,7 @@ from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import note_channels, tracing
 
 _boxes = Box.types
+_CACHE = 1 << 20  # bytes of the arrays of all lanes that run together, on one rank
 _MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
 
 
@@ -172,21 +173,28 @@ class CompiledOperation:
 
     def lanes(self, residuals: list[Any], lanes: list[list[Array]], numbers: Numbers) -> list[list[Array]] | None:
         """Run several reverse passes by the backward program; return None if each of them must run alone."""
-        is_plain = tracing.tape is None and tracing.recorder is None
-        if is_plain and not any(type(x) in _boxes for part in (residuals, *lanes) for x in part):
-            batched = self._batched(len(residuals), len(lanes))
-            if batched is not None and self.entry is not None:
-                count(self.entry.communications)
-                note_channels(self.channels)
-                replay = batched.replays.take()
-                replay.numbers.known = numbers
-                made = replay.first(*residuals, *map(_stacked, zip(*lanes)))
-                batched.replays.give_back(replay)
-                return [self.entry.leaves([x[k] for x in made]) for k in range(len(lanes))]
         # A single rank may communicate in any order, and needn't combine messages.
-        if not self.communicates or all(channel.size == 1 for channel in live_channels()):
-            return None
-        return self._evaluation(numbers).run_lanes(residuals, lanes)
+        is_alone = not self.communicates or all(channel.size == 1 for channel in live_channels())
+        together = _in_cache(lanes) if is_alone else len(lanes)
+        is_plain = tracing.tape is None and tracing.recorder is None
+        if is_plain and together > 1 and not any(type(x) in _boxes for part in (residuals, *lanes) for x in part):
+            batched = self._batched(len(residuals), together)
+            if batched is not None and self.entry is not None:
+                parts = [lanes[k : k + together] for k in range(0, len(lanes), together)]
+                return [values for part in parts for values in self._run_batch(batched, residuals, part, numbers)]
+        return None if is_alone else self._evaluation(numbers).run_lanes(residuals, lanes)
+
+    def _run_batch(
+        self, batched: Batched, residuals: list[Any], lanes: list[list[Array]], numbers: Numbers
+    ) -> list[list[Array]]:
+        entry: Any = self.entry
+        count(entry.communications)
+        note_channels(self.channels)
+        replay = batched.replays.take()
+        replay.numbers.known = numbers
+        made = replay.first(*residuals, *map(_stacked, zip(*lanes)))
+        batched.replays.give_back(replay)
+        return [entry.leaves([x[k] for x in made]) for k in range(len(lanes))]
 
     def _batched(self, residuals: int, lanes: int) -> Batched | None:
         if lanes not in self._batches and len(self._batches) < _MOST_BATCHES:
@@ -260,6 +268,15 @@ class _WithReversePass(NamedTuple):
             made.append(x)
             k += is_in
         return made
+
+
+def _in_cache(lanes: list[list[Array]]) -> int:
+    """Return the number of lanes to run together, a divisor of their number: as many as stay in the processor's cache.
+
+    The steps of a program for more lanes would read their arrays from memory.
+    """
+    nbytes = sum([x.nbytes for x in lanes[0] if type(x) is np.ndarray])
+    return next((n for n in range(len(lanes), 1, -1) if len(lanes) % n == 0 and n * nbytes <= _CACHE), 1)
 
 
 def _stacked(lanes: Sequence[Array]) -> Array:

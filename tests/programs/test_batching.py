@@ -194,3 +194,17 @@ def test_cotangents_that_are_constants(entries, rank, size):
     for _ in range(2):
         product, expected = (mpiad.make_hvp(f, objective="sum")(x)[2] for f in (part, fun))
         np.testing.assert_allclose(product(several, batch=True), expected(several, batch=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("length, together", [(100, [8]), (40_000, [2]), (200_000, [])])
+def test_as_many_directions_run_together_as_fit_into_the_cache(length, together, monkeypatch, rank_rng):
+    made, original = [], operation.Batched
+    monkeypatch.setattr(operation, "Batched", lambda *args: made.append(args[-1]) or original(*args))
+    rng = rank_rng(1)
+    x, vs = rng.standard_normal(length), rng.standard_normal((8, length))
+    point = mpiad.linearize(mpiad.jit(lambda x: anp.sin(x) * x))(x)
+    expected = (np.cos(x) * x + np.sin(x)) * vs
+    for _ in range(2):
+        np.testing.assert_allclose(point.jvp(vs, batch=True), expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(point.vjp(vs, batch=True), expected, rtol=1e-12, atol=1e-13)
+    assert sorted(set(made)) == together
