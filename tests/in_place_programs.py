@@ -256,7 +256,9 @@ def _differences(program: Program, compiled: bool, second: bool) -> list[str]:
     slopes = [(double(X + h * DIRECTION) - double(X - h * DIRECTION)) / (2 * h) for h in (1e-6, 3e-6)]
     single = program.single
     exact, loose = (1e-5, 5e-3) if single else (1e-12, 2e-6)
-    is_smooth = abs(slopes[0] - slopes[1]) < 1e-5 * (1 + abs(slopes[0]))
+    # In single precision, `x > y` may choose another branch for y = float32(x).
+    is_same = np.isclose(double(X.copy()), expected, 1e-4, 1e-4, equal_nan=True)
+    is_smooth = is_same and abs(slopes[0] - slopes[1]) < 1e-5 * (1 + abs(slopes[0]))
     slope = slopes[0] if is_smooth else None
     J, g = mpiad.value_and_grad(fun)(x)
     compare("J", J, expected, exact)

@@ -20,6 +20,7 @@ from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
 from mpiad.differentiation.rules.protocol import anp, recorder_of
 from mpiad.primitives.checks import integer_of
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
@@ -82,6 +83,8 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
         )
     # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
     is_traced = recorder_of(numbers) is not None
+    if tracing.recorder is not None and type(numbers) is np.ndarray:
+        numbers = numbers.copy()  # the function may change them after this call, and programs keep the object
     return add_segments(values, (numbers, number) if is_traced else Segments(numbers, number, checked=False))
 
 
