@@ -309,14 +309,16 @@ def _summed(options: SolveOptions, compiler: Compiler, channel: Channel | None, 
     count, rank, bounds = options.count, 0, np.array([0, options.count])
     if channel is not None and isinstance(options.ensemblealg, EnsembleMPI):
         rank, bounds = channel.rank, options.ensemblealg.bounds(count, channel.size)
-    failures, mine = BatchFailures(), range(int(bounds[rank]) + 1, int(bounds[rank + 1]) + 1)
-    is_first = True  # derivatives solve batches again, without messages, reports and progress
+    mine = range(int(bounds[rank]) + 1, int(bounds[rank + 1]) + 1)
+    failures, batches = BatchFailures(), _batches(mine, options.batch_size)
+    unsolved = set(batches)  # derivatives solve batches again, without messages, reports and progress
 
     def solved(ensemble: EnsembleProblem, numbers: range) -> EnsembleSolution:
         # Without a prob_func, the ensemble's rows are those of the batch.
         own, known = (numbers, count) if ensemble.prob_func else (range(1, len(numbers) + 1), 0)
         batch, _ = own_members(ensemble, own, 1, key, known)
-        if is_first:
+        if numbers in unsolved:
+            unsolved.remove(numbers)
             sol = solved_batch(options, compiler, batch, on_end, numbers.start - 1)
             failures.add(sol, numbers)
             return sol
@@ -326,7 +328,7 @@ def _summed(options: SolveOptions, compiler: Compiler, channel: Channel | None, 
 
     def share() -> Tree:
         with compiler:
-            return batch_sum(options.ensemble, _batches(mine, options.batch_size), solved)
+            return batch_sum(options.ensemble, batches, solved)
 
     def described(sums: Tree) -> list[object]:
         specs = {name: spec_like(x) for name, x in named_leaves(sums, "the sum")}
@@ -335,7 +337,6 @@ def _summed(options: SolveOptions, compiler: Compiler, channel: Channel | None, 
 
     with _progress(len(mine)) if options.progress and rank == 0 else nullcontext() as on_end:
         sums = share() if channel is None else alike_on_all(channel, share, described, "solve")
-    is_first = False
     not_finite = compiler.not_finite
     if channel is not None:
         reports = channel.data.allgather((failures, compiler.warnings, not_finite))

@@ -241,6 +241,23 @@ def test_failures(backend, rank, caplog):
         solve(ensemble, RK45(), backend, batch_size=2, throw=True)
 
 
+@pytest.mark.serial
+def test_forward_mode_counts_failures_and_progress_once(capsys):
+    rates, failed = RATES.copy(), []
+    rates[[7, 9]] = np.nan
+
+    def surviving(start):
+        total = BatchSum(lambda sol, I: anp.sum(sol.u_end[sol.survivors]))
+        ensemble = EnsembleProblem(remake(DECAY, u0=start), p=rates, reduction=total)
+        sol = solve(ensemble, batch_size=2, progress=True, **TIGHT)
+        failed.append(sol.failed)
+        return sol.u
+
+    value, tangent = mpiad.jvp(surviving, START, np.ones(1))
+    np.testing.assert_allclose([value, tangent], np.exp(-np.delete(RATES, [7, 9])).sum() * np.array([1.3, 1.0]), rtol=1e-8)
+    assert failed == [2] and "| 11/11 [" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_errors_of_one_rank_are_raised_on_all(rank, size):
     def fails(sol, numbers):
         if N in numbers:
