@@ -126,7 +126,8 @@ def _normal_density_vjp(is_logarithm: bool) -> VjpMaker:
             if allow_singular:
                 from autograd.scipy.stats import multivariate_normal
 
-                raise refusal(multivariate_normal.logpdf, "with respect to the covariance with allow_singular=True")
+                density = multivariate_normal.logpdf if is_logarithm else multivariate_normal.pdf
+                raise refusal(density, "with respect to the covariance with allow_singular=True")
             w = anp.reshape(solved, (-1, len(inverse)))
             outer = anp.dot(w.T, anp.reshape(scale, (-1, 1)) * w)
             return _of_covariance((outer - anp.sum(scale) * inverse) / 2, cov)

@@ -141,3 +141,11 @@ def test_normal_distributions_of_one_number(cov):
     numpy.testing.assert_allclose(of_mean, d @ numpy.arange(3) / 1.5)
     assert of_cov.shape == cov.shape
     numpy.testing.assert_allclose(numpy.sum(of_cov), numpy.arange(3) @ (d**2 / 1.5**2 - 1 / 1.5) / 2)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("density", ["pdf", "logpdf"])
+def test_the_density_of_singular_covariances_is_refused_by_its_name(density):
+    fun = getattr(multivariate_normal, density)
+    with pytest.raises(NotImplementedError, match=f"^{density} can't .* covariance with allow_singular=True"):
+        mpiad.grad(lambda cov: fun(V, V, cov, True))(numpy.eye(len(V)))
