@@ -15,11 +15,20 @@ from mpiad._typing import Array, Function, Scalar, Tree
 from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters, repeated
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.programs.traced_array import hides_traced
 from mpiad.pytrees import flatten, leaf_paths
 from mpiad.transport import Channel
 from mpiad.transport.core.buffers import conversion
 from mpiad.transport.core.random_keys import generator_of, shared_key, text_of_rng
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
+
+
+def refuse_in_trace(problem: object, call: str) -> None:
+    """End the trace of a compiled function that solves a problem with traced arrays."""
+    if tracing.recorder is not None and hides_traced(problem):
+        text = "whose model is compiled, but not its call: leave out jit, or compile what precedes and follows the call"
+        tracing.recorder.refuse(f"it calls {call}, {text}")
 
 
 def key_of(problem: object, channel: Channel | None, call: str) -> int:

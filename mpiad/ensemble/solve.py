@@ -38,7 +38,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import EventRows, traced_times
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
-from mpiad.ensemble.members import initial_states, key_of, own_members
+from mpiad.ensemble.members import initial_states, key_of, own_members, refuse_in_trace
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, compared_parts, digest_of
@@ -194,6 +194,7 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
+    refuse_in_trace(problem, "ensemble.solve")
     arguments = SolveOptions(
         problem=problem,
         alg=alg,

@@ -24,7 +24,7 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_leaves
-from mpiad.ensemble.members import key_of, own_members, rng_of
+from mpiad.ensemble.members import key_of, own_members, refuse_in_trace, rng_of
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.methods.steinebach import Rodas5P
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -571,6 +571,7 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
+    refuse_in_trace(problem, "ensemble.steady_state")
     arguments = SolveOptions(
         problem=problem,
         alg=alg,

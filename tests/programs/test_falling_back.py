@@ -26,7 +26,7 @@ from mpi4py import MPI
 from scipy.sparse import csr_matrix
 
 import mpiad
-from mpiad import timestepping
+from mpiad import ensemble, timestepping
 from mpiad.domain import Domain
 from mpiad.transport import channel
 from mpiad.transport.world import logs_for_others
@@ -867,6 +867,40 @@ def test_arrays_of_objects_in_results(kind):
             mpiad.grad(loss_of(strict))(X)
         with pytest.raises(TypeError, match=r"can't be compiled|array of objects"):
             mpiad.jvp(loss_of(strict), X, X)
+
+
+def decay(u, p, t):
+    return [-p[0] * u[0]]
+
+
+def ends(p):
+    return anp.sum(ensemble.solve(ensemble.ODEProblem(decay, [1.0], (0.0, 1.0), p), rtol=1e-10, atol=1e-12).u_end)
+
+
+def rows(p):
+    problem = ensemble.EnsembleProblem(ensemble.ODEProblem(decay, [1.0], (0.0, 1.0), [1.0]), p=anp.reshape(p, (1, 1)))
+    return anp.sum(ensemble.solve(problem, rtol=1e-10, atol=1e-12).u_end)
+
+
+def steady(p):
+    problem = ensemble.ODEProblem(lambda u, p, t: [1.0 - p[0] * u[0]], [1.0], (0.0, 1.0), p)
+    return anp.sum(ensemble.steady_state(problem).u)
+
+
+@pytest.mark.parametrize(
+    ("loss", "call", "expected"),
+    [
+        (ends, "solve", lambda p: np.exp(-p)),
+        (rows, "solve", lambda p: np.exp(-p)),
+        (lambda p: ends(p) * 2.0, "solve", lambda p: 2 * np.exp(-p)),
+        (steady, "steady_state", lambda p: 1 / p),
+    ],
+)
+def test_a_solve_of_odes_is_named(loss, call, expected, caplog):
+    p = np.array([1.3])
+    with caplog.at_level(logging.WARNING, logger="mpiad"):
+        np.testing.assert_allclose(mpiad.jit(loss)(p), expected(p)[0], rtol=1e-7)
+    assert f"it calls ensemble.{call}, whose model is compiled" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["condition", "shape"])
