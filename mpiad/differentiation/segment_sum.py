@@ -83,8 +83,6 @@ def segment_sum(values: LocalArray, segments: Sequence[int] | Array, count: int)
         )
     # Programs of derivatives get traced numbers as an argument, since they replace no arrays that an object holds.
     is_traced = recorder_of(numbers) is not None
-    if tracing.recorder is not None and type(numbers) is np.ndarray:
-        numbers = numbers.copy()  # the function may change them after this call, and programs keep the object
     return add_segments(values, (numbers, number) if is_traced else Segments(numbers, number, checked=False))
 
 
@@ -92,7 +90,9 @@ class Segments:
     """The number of each entry's segment, and the number of segments; a call returns the sums of segments."""
 
     def __init__(self, numbers: Array, count: int, checked: bool = True):
-        self.numbers, self.count, self._checked = numbers, count, checked
+        # Programs keep this object, and the traced function may change the numbers later.
+        is_kept = tracing.recorder is not None and type(numbers) is np.ndarray
+        self.numbers, self.count, self._checked = numbers.copy() if is_kept else numbers, count, checked
 
     def __call__(self, values: LocalArray) -> LocalArray:
         """Return the sums (count, ...) of values (n, ...)."""
