@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
-from types import ModuleType
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import autograd.numpy
@@ -60,8 +59,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     """Make the adjoint by autograd's rule; cotangents get the shapes of the arguments."""
     on_host, (args, kwargs) = _is_on_host(ans), _exact(fun, args, kwargs)
     _require_support(fun, ans, on_host)
-    special = sys.modules.get("autograd.scipy.special")
-    if special is not None and fun in _of_an_order(special) and 0 in argnums:
+    if 0 in argnums and _has_order(fun):
         raise refusal(fun, "with respect to its order: pass a number, or mpiad.stop_gradient(n)")
     rule: VjpMaker = _scipy_rule(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
@@ -80,10 +78,11 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     return lambda g: tuple([array_to_host(part) if is_number else part for part, is_number in zip(fitted(g), are_numbers)])
 
 
-@cache
-def _of_an_order(special: ModuleType) -> frozenset[Primitive]:
-    """Return the functions for which autograd's derivative with respect to the order is zero."""
-    return frozenset([getattr(special, name) for name in ("iv", "ive", "jn", "yn", "polygamma")])
+@lru_cache(1024)
+def _has_order(fun: Primitive) -> bool:
+    """Return whether a function has an order, with respect to which autograd's derivative is zero."""
+    special = sys.modules.get("autograd.scipy.special")
+    return any(getattr(special, name, None) is fun for name in ("iv", "ive", "jn", "yn", "polygamma"))
 
 
 def exact_integer(x: Array) -> Array:
@@ -102,6 +101,7 @@ def _exact(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return tuple(map(exact_integer, args)), kwargs and {name: exact_integer(x) for name, x in kwargs.items()}
 
 
+@lru_cache(1024)
 def _scipy_rule(fun: Primitive) -> VjpMaker | None:
     owner, name = getattr(fun.fun, "__self__", None), fun.__name__
     if owner is not None:  # a distribution
