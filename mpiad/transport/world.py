@@ -357,8 +357,9 @@ def logs_for_others(rank: int, size: int) -> bool:
 def _complete_at_exit() -> None:
     if is_rank():
         _announce_end()
+        is_closed = False
         try:
-            _close()
+            is_closed = _close()
         except Exception as error:
             if not watch_settings.present().watches:
                 raise
@@ -368,6 +369,9 @@ def _complete_at_exit() -> None:
             logging.shutdown()
             flush_streams()
             exit_process(code_at_end())  # without `MPI_Finalize`
+        if is_closed:
+            device_messages.close()
+            close_pools()
 
 
 def _announce_end() -> None:
@@ -376,13 +380,16 @@ def _announce_end() -> None:
         _announce(_ENDED)
 
 
-def _close() -> None:
-    """Wait for the end of the program on all ranks, report pending messages and requests in debug mode, close the world."""
+def _close() -> bool:
+    """Wait for the end of the program on all ranks, report pending messages and requests in debug mode, close the world.
+
+    Return False if the ranks have given up waiting for each other.
+    """
     watch = watch_settings.present()
     if not watch.watches:
         await_others()
         _end_world()
-        return
+        return True
     # From now on, other ranks that wait for this rank raise an error.
     switch.announce(*end_of_program())
     # This rank may end long before the others, so its wait has a limit only after an error.
@@ -404,6 +411,7 @@ def _close() -> None:
             "the program ended with communication left over. Receive what is sent, with its tag and from its sender, and "
             "wait for each request.\n" + "\n".join(sentences)
         )
+    return not given_up
 
 
 def _end_job(error: Exception) -> None:
@@ -419,11 +427,8 @@ def _end_job(error: Exception) -> None:
 def _end_world() -> None:
     for end in _ends:
         end()
-    if all_ranks_alive(base()):
-        device_messages.close()
     # After a failure the ranks are interrupted, so that none waits for another.
     interruptible("the end of the program", lookup.close_world)()
-    close_pools()
 
 
 atexit.register(_complete_at_exit)
