@@ -305,10 +305,14 @@ def _in_place(run: Callable[..., None], folds: bool) -> InPlace:
             for axis, (n, h) in enumerate(zip(halo.padded, layers))
         ]
 
+    def reads(halo: Halo, *_: object) -> list[int]:
+        # A reflection reads one layer more than there are in the halo.
+        return [n if folds else h and h + 1 for h, n in zip(halo.widths, halo.padded)]
+
     block, padded = (lambda halo, *_: halo.widths), (lambda halo, *_: (0,) * len(halo.shape))  # their begins in the buffer
     given, result = (padded, block) if folds else (block, padded)
     prepared = functools.partial(_prepared, backwards=folds)
-    return InPlace(lambda halo, *_: halo.padded, given, result, run, prepared, still, _is_constant, folds, adds=folds)
+    return InPlace(lambda halo, *_: halo.padded, given, result, run, prepared, still, reads, _is_constant, folds, folds)
 
 
 fill_halo.spec_of = lambda u, halo, *_: spec_like(u)._replace(shape=u.shape[: u.ndim - len(halo.shape)] + halo.padded)

@@ -42,6 +42,9 @@ class InPlace(NamedTuple):
     still : callable
         The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
         operator doesn't communicate.
+    reads : callable
+        The number of layers at each end of each axis of the argument that the operator reads; 0 for an axis if only other
+        axes matter.
     constant : callable
         Whether the operator does no more than set entries outside of its argument to constants.
     changes_given : bool
@@ -57,6 +60,7 @@ class InPlace(NamedTuple):
     run: Callable[..., None]
     prepared: Callable[..., Callable[[], Iterator[None]]]
     still: Callable[..., Sequence[tuple[int, int]] | None]
+    reads: Callable[..., Sequence[int]]
     constant: Callable[..., bool]
     changes_given: bool
     adds: bool

@@ -127,10 +127,12 @@ class Listing:
     def _accesses(self, loop: Loop, text: LoopText) -> list[tuple[int, int]]:
         """Return the numbers of entries and of bytes that a loop reads, and those that it writes."""
         buffers, accesses = self._replays.schedule.buffers, list[tuple[int, int]]()
-        for part in ({b for b, _ in text.loads} & set(text.buffers), text.written):
-            entries = {b: min(math.prod(buffers[b].shape), math.prod(loop.shape)) for b in part}
-            nbytes = sum(n * buffers[b].dtype.itemsize for b, n in entries.items())
-            accesses.append((sum(entries.values()), nbytes))
+        entries = math.prod(loop.shape)
+        if loop.without is not None:
+            entries -= math.prod([end - start for start, end in loop.without])
+        for part in ({b: text.reads[b] for b, _ in text.loads if b in text.buffers}, dict.fromkeys(text.written, entries)):
+            counts = {b: min(math.prod(buffers[b].shape), n) for b, n in part.items()}
+            accesses.append((sum(counts.values()), sum(n * buffers[b].dtype.itemsize for b, n in counts.items())))
         return accesses
 
     @property

@@ -103,6 +103,7 @@ class Loop(NamedTuple):
     shape: Shape
     items: tuple[Item, ...]
     inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
+    without: Sequence[tuple[int, int]] | None = None  # a box of indices that the loop leaves out
 
 
 class Run(NamedTuple):
@@ -129,6 +130,20 @@ def working_in_place(node: Node) -> InPlace | None:
     if node.dtype not in FLOATS or call.kwargs:
         return None
     return call.fun.in_place
+
+
+# An argument of a program isn't copied to the buffer of its halo if an exchange leaves at least so many entries unread, in
+# programs of at most so many exchanges. The loops that read it take about twice as long to compile, and can't share their
+# kernels with later steps, whose arrays are computed in such buffers.
+LEAST_UNREAD, _MOST_EXCHANGES = 1 << 17, 4
+
+
+def unread(node: Node, shape: Shape) -> list[tuple[int, int]]:
+    """Return the box that an operator doesn't read of its argument, or of a part of it, of this shape."""
+    call = node.data
+    layers = call.fun.in_place.reads(*call.args[1:])
+    pairs = zip((*[0] * (len(shape) - len(layers)), *layers), shape)
+    return [(h, max(length - h, h)) for h, length in pairs]
 
 
 def source_of(program: ArrayProgram, node: Node, x: int) -> int:
@@ -398,6 +413,7 @@ class Schedule:
         # For computed nodes, the step that stores them; earlier loops that read one compute it again.
         self.since: dict[int, int] = {}
         self.steps: list[Any] = []  # list of Loop and Run
+        self._exchanges = len(self._groups([n for n in self.cuts if n in self._operators]))
         self.outputs: list[int] = []  # buffers
         self.part_starts: list[int] = []  # the first step of each part but the first
         for n in self.needed:
@@ -522,6 +538,7 @@ class Schedule:
         targets: list[tuple[int, Place | None, bool]] = []
         places: list[Place] = []
         before = len(self.steps)
+        margins: dict[Any, list[Item]] = {}  # items of loops, by their index spaces and boxes left out
         for n in group:
             operator, node, (x,) = self._operators[n], self.nodes[n], self.nodes[n].inputs
             rest, shape = node.data.args[1:], self.nodes[x].shape
@@ -529,12 +546,17 @@ class Schedule:
             lead = (0,) * (len(shape) - len(given))
             buffer = self._buffer("temporary", shape[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
             places.append(Place(buffer, beginning_at(lead + tuple(given))))
+            if self._is_read_in_place(n):
+                for loop, item in self._margins(n, places[-1]):
+                    margins.setdefault(loop, []).append(item)
+                continue
             # If the operator changes its argument and other nodes read the argument, these read a copy.
             if operator.changes_given and self._decision.is_shared(x):
                 targets.append((x, None, True))
             targets.append((x, places[-1], not operator.changes_given))
         self._compute(targets, group[0])
         loops = self.steps[before:]
+        self.steps += [Loop(shape, tuple(items), frozenset(), inner) for (shape, inner), items in margins.items()]
         for n, (buffer, _) in zip(group, places):
             operator = self._operators[n]
             result = tuple(operator.result(*self.nodes[n].data.args[1:]))
@@ -543,6 +565,35 @@ class Schedule:
             self.steps.append(Run(n, (buffer,), True))
             lead = (0,) * (len(self.nodes[n].shape) - len(result))
             self._record(n, Place(buffer, beginning_at(lead + result)))
+            if not self._is_read_in_place(n):
+                for user in self._users.get(n, ()):
+                    if self._is_around(user, n):
+                        self._record(user, self.places[n])
+
+    def _is_around(self, user: int, n: int) -> bool:
+        """Return whether a node is the result of an operator, with its argument where the operator doesn't change it."""
+        node = self.nodes[user]
+        return node.kind == "update" and node.inputs == (n, *self.nodes[n].inputs)
+
+    def _is_read_in_place(self, n: int) -> bool:
+        """Return whether loops read the argument of an operator itself, and its buffer gets what the operator reads."""
+        users = self._users.get(n, ())
+        # Reverse passes read results and arguments of the forward part, of which they keep copies.
+        if len(users) != 1 or not self._is_around(users[0], n) or self.program.ends:
+            return False
+        return self._exchanges <= _MOST_EXCHANGES and users[0] not in {*self._kept, *self.program.outputs}
+
+    def _margins(self, n: int, place: Place) -> Iterable[tuple[tuple[Shape, Any], Item]]:
+        """Yield items that store what an operator reads, with the shapes of loops and the boxes that these leave out."""
+        (x,) = self.nodes[n].inputs
+        node = self.nodes[x]
+        axis, parts = (node.data, zip(node.inputs, self.program.bounds_of(node))) if node.kind == "join" else (0, [(x, 0)])
+        for part, start in parts:
+            shape = self.nodes[part].shape
+            box = [pair for pair, length in zip(unread(self.nodes[n], shape), shape) if length != 1]
+            reads = to_long(shape)
+            at = Place(place.buffer, composed(moved(place.map, axis, start), reads))
+            yield (long_axes(shape), tuple(box)), Item(part, part, reads, at, part in self.places)
 
     def _note_copies(self, buffer: int, loops: Sequence[Loop]) -> None:
         """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""

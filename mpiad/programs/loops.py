@@ -59,6 +59,7 @@ class LoopText:
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
         self.buffers: dict[int, str] = {}  # the buffers among the arguments, in their order, and their names
         self.loads: set[tuple[int, IndexMap]] = set()  # the buffers that are read, with maps from the loop's indices
+        self.reads: dict[int, int] = {}  # at how many indices the loop reads each buffer
         self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
         program = schedule.program
@@ -70,7 +71,7 @@ class LoopText:
             (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
         ]
         shape = loop.shape
-        self.divisible = divisible and bool(math.prod(shape)) and bool(shape) and not self.folds
+        self.divisible = divisible and bool(math.prod(shape)) and bool(shape) and not self.folds and not loop.without
         self._write(*self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None, None))
 
     def _write(self, inside: Box, rows: Array | None, edges: Array | None) -> None:
@@ -88,9 +89,10 @@ class LoopText:
         boxes: dict[str, Array] = {}
         if self.divisible:
             boxes["b"] = as_rows([inside], 2 * len(shape))
-            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b")))]
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), boxes["b"]))]
         elif all(hi > lo for lo, hi in inside):
-            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside])
+            ranges = [f"range({lo}, {hi})" for lo, hi in inside]
+            body += self._nest(inside, ranges, as_rows([inside], 2 * len(shape)))
         unknown: list[tuple[int, int] | None] = [None] * len(shape)
         for name, around, known in (("r", rows, [*unknown[1:], *inside[-1:]]), ("e", edges, unknown)):
             if around is not None:
@@ -99,7 +101,7 @@ class LoopText:
                 ranges = self._ranges(name)
                 is_short = (around[:, -1] - around[:, -2]).max() < _LONG
                 ranges[-1] = ranges[-1].replace("range", "few" if is_short else "rolled" if name == "r" else "range")
-                body += [f"for q in range({count}):", *indented(self._nest(known, ranges))]
+                body += [f"for q in range({count}):", *indented(self._nest(known, ranges, around))]
         if self.lanes and not self._by_rows:
             body += self._combined_lanes()
         # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
@@ -151,6 +153,7 @@ class LoopText:
                     _note(points, axis, start)
                     _note(points, axis, start + length)
         inside = [max(pairwise(sorted(indices)), key=lambda pair: pair[1] - pair[0]) for indices in points]
+        inside = list(self.loop.without or inside)
         boxes: list[Box] = []
         cut([(0, n) for n in shape], inside, [], boxes)
         rows: list[Box] = []
@@ -159,7 +162,7 @@ class LoopText:
             for box in whole:
                 cut(box, [*box[:-1], inside[-1]], rows, boxes)
         of_rows, of_edges = (as_rows(x, 2 * len(shape)) if x else None for x in (rows, boxes))
-        return inside, of_rows, of_edges
+        return [(0, 0)] * len(shape) if self.loop.without else inside, of_rows, of_edges
 
     def is_load(self, n: int) -> bool:
         """Return whether a node is read from memory."""
@@ -177,9 +180,12 @@ class LoopText:
                 return copy
         return schedule.places[n]
 
-    def _nest(self, box: Known, ranges: Sequence[str]) -> list[str]:
+    def _nest(self, box: Known, ranges: Sequence[str], boxes: Array) -> list[str]:
         """Return nested loops over the box in which one expression is valid, or over boxes in `ranges` at its edges."""
-        inner, last = LoopBody(self, box).text(), len(ranges) - 1
+        body = LoopBody(self, box)
+        inner, last = body.text(), len(ranges) - 1
+        for buffer in {buffer for buffer, _, _ in body.loads}:
+            self.reads[buffer] = self.reads.get(buffer, 0) + int(np.prod(boxes[:, 1::2] - boxes[:, ::2], axis=1).sum())
         if not ranges:
             return inner + self._folded("0")
         heads = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]

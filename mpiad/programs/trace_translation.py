@@ -36,6 +36,7 @@ from mpiad.programs.array_program import (
     of_view,
     without_memory,
 )
+from mpiad.programs.fusion import LEAST_UNREAD, unread, working_in_place
 from mpiad.programs.number_conditions import MOST_NUMBERS
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import (
@@ -193,8 +194,29 @@ class _Translation:
         if receives and single and dtype.kind != "O" and call.args[1].source is None:  # nobody sends an array
             return [program.number(0, shape, dtype) if dtype in COMPUTED else program.constant(np.zeros(shape, dtype))]
         if single or not specs:
-            return [number] if specs else []
+            return [self._read_in_place(number)] if specs else []
         return [program.add("item", (number,), shape, dtype, place) for place, (shape, dtype) in enumerate(specs)]
+
+    def _read_in_place(self, n: int) -> int:
+        """Return an array with a halo: if the operator only fills the halo of an argument, the rest is that argument."""
+        # The schedule decides whether loops read the argument, or a copy within the halo.
+        program, node = self.program, self.program.nodes[n]
+        operator = working_in_place(node)
+        if operator is None or operator.changes_given or program.device is not None:
+            return n
+        (x,), starts = node.inputs, operator.given(*node.data.args[1:])
+        shape, lead = program.nodes[x].shape, len(node.shape) - len(starts)
+        entries = math.prod([end - start for start, end in unread(node, shape)])
+        if not self._is_argument(x, lead) or entries < max(LEAST_UNREAD, math.prod(shape) // 2):
+            return n
+        return program.add("update", (n, x), node.shape, node.dtype, (*[0] * lead, *starts))
+
+    def _is_argument(self, n: int, lead: int) -> bool:
+        """Return whether a node is an argument of the program, a view of one, or joins such nodes along a leading axis."""
+        node = self.program.nodes[n]
+        if node.kind == "join" and node.data < lead:
+            return all(self._is_argument(x, 0) for x in node.inputs)
+        return node.kind in ("input", "constant") or node.kind == "view" and self._is_argument(node.inputs[0], 0)
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:

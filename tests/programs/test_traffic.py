@@ -139,3 +139,57 @@ def test_an_exact_program_adds_in_the_order_of_the_function(rng):
     u, g = (rng.standard_normal(domain.local_shape) for _ in range(2))
     pulls = [mpiad.make_vjp(fun)(u)[0](g) for fun in (step, mpiad.jit(step, strict=True, exact=True))]
     np.testing.assert_array_equal(*pulls)
+
+
+# Boundaries, the modes of NumPy's padding, and further arguments of domains.
+HALOS = [
+    (("zero", "edge"), ("constant", "edge"), {}),
+    (("reflect", 0.0), ("reflect", "constant"), {"halo": (2, 1)}),
+    ("zero", ("wrap", "wrap"), {"periodic": True, "halo": 2}),
+    ("edge", ("edge", "wrap"), {"periodic": (False, True), "halo": (1, 0)}),
+    ("reflect", ("reflect", "reflect"), {"halo": 3}),
+]
+
+
+def neighborhood(padded, halo):
+    """Return a function of each cell, of those at the corners of its halo, and of the nearest along each axis."""
+    (h, k), (n, m) = halo, padded.shape
+    inner, total = anp.sin(padded[h : n - h, k : m - k]), 0.0
+    for a, b in ((h, k), (1, 0), (0, 1)):
+        for sign in (-1, 1):
+            a, b = sign * min(a, h), sign * min(b, k)
+            total = (a - 2 * b + 3) * padded[h + a : n - h + a, k + b : m - k + b] + total * inner
+    return total
+
+
+@pytest.mark.also_on(2, 3)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("way", ["each", "together", "transposed"])
+@pytest.mark.parametrize(("boundary", "modes", "options"), HALOS)
+def test_an_argument_is_read_where_it_is(boundary, modes, options, way, dtype, size):
+    """A step reads the argument, and copies the margin that the exchange reads."""
+    shape = (370 * size, 380)
+    domain = Domain(shape, dims=(size, 1), **options)
+    halo = np.broadcast_to(options.get("halo", 1), 2).tolist()
+    whole = np.random.default_rng(size).standard_normal((2, *shape)).astype(dtype)
+    padded = np.pad(whole, ((0, 0), (halo[0], halo[0]), (0, 0)), modes[0])
+    padded = np.pad(padded, ((0, 0), (0, 0), (halo[1], halo[1])), modes[1])
+    own = domain.owned
+
+    def step(pair):
+        fields = [pair[0], pair[1]] if way != "transposed" else [pair[0].T, pair[1].T]
+        filled = domain.exchange(fields, boundary) if way == "together" else [domain.exchange(u, boundary) for u in fields]
+        return neighborhood(filled[0], halo) * neighborhood(filled[1], halo) + fields[0]
+
+    jitted = mpiad.jit(step, strict=True)
+    expected = (neighborhood(padded[0], halo) * neighborhood(padded[1], halo) + whole[0])[own]
+    rounding = 1e-12 if dtype == np.float64 else 3e-5
+    pair = np.ascontiguousarray(whole[:, own[0], own[1]].swapaxes(*((1, 2) if way == "transposed" else (1, 1))))
+    for _ in range(3):  # traced, then compiled
+        np.testing.assert_allclose(jitted(pair), expected, rounding, rounding * np.abs(expected).max())
+    direction = np.cos(pair)
+    assert_same(mpiad.jvp(jitted, pair, direction), mpiad.jvp(step, pair, direction), 10 * rounding)
+    listing = jitted.program(pair)
+    # Two fields are read, and one is written. The margins are read and written once more, and then so are the halos.
+    margins = pair.size - 2 * np.prod([n - 2 * (h and h + 1) for n, h in zip(domain.local_shape, halo)])
+    assert listing.traffic[0].arrays * pair.size <= 1.5 * pair.size + 4 * margins
