@@ -35,7 +35,6 @@ JIT, RESULTS = "AUTOGRAD_SUITE_JIT", "AUTOGRAD_SUITE_RESULTS"
 FAILS = {
     "test_builtins.py::test_isinstance": "takes gradients with respect to empty lists, which mpiad refuses",
     "test_fft.py::test_rfftn_odd_not_implemented": "expects that autograd refuses odd lengths; mpiad has their derivatives",
-    "test_numpy.py::test_simple_append_list_2D": "np.append doesn't join lists of traced numbers, which np.array does",
     "test_scipy.py::test_odeint": "autograd's rule needs a tuple of arguments that is traced as one object",
     "test_wrappers.py::test_wrapped_name_and_docs": "compares names and texts of autograd's functions",
 }
