@@ -130,7 +130,9 @@ class Listing:
         entries = math.prod(loop.shape)
         if loop.without is not None:
             entries -= math.prod([end - start for start, end in loop.without])
-        for part in ({b: text.reads[b] for b, _ in text.loads if b in text.buffers}, dict.fromkeys(text.written, entries)):
+        # Loops on devices don't count at how many indices they read each array.
+        reads = {b: text.reads.get(b, entries) for b, _ in text.loads if b in text.buffers}
+        for part in (reads, dict.fromkeys(text.written, entries)):
             counts = {b: min(math.prod(buffers[b].shape), n) for b, n in part.items()}
             accesses.append((sum(counts.values()), sum(n * buffers[b].dtype.itemsize for b, n in counts.items())))
         return accesses
