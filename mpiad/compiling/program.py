@@ -198,6 +198,15 @@ class Program:
         return any(isinstance(value, tuple) and value[0] == group for _, _, value in self.instructions)
 
     @cached_property
+    def booleans(self) -> list[bool]:
+        """Whether each value is boolean; inputs are numbers."""
+        found = list[bool]()
+        for operation, arguments, value in self.instructions:
+            boolean = OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
+            found.append(boolean or (operation == "where" and found[arguments[1]]))
+        return found
+
+    @cached_property
     def tables(self) -> set[TableInputs]:
         """The inputs of its tables."""
         return {value for op, _, value in self.instructions if op == "table" and isinstance(value, tuple)}  # type: ignore[misc]

@@ -77,14 +77,12 @@ class _Trees:
             elif self._sums[i] is not None:
                 inside.add(self._sums[i])  # type: ignore[arg-type]
         terms_of_irregular = {x for i in self._sums if i in irregular for _, x in self._terms(i)}
-        booleans, sizes = list[bool](), list[int]()
-        for i, (operation, arguments, value) in enumerate(program.instructions):
+        booleans, sizes = program.booleans, list[int]()
+        for i, (_, arguments, _) in enumerate(program.instructions):
             size, depth = int(bool(arguments)), 0
             for x in arguments:
                 size += 0 if x in self.roots else sizes[x]
                 depth = max(depth, self.depths[x])
-            boolean = OPERATIONS[operation].boolean if arguments else isinstance(value, bool)
-            booleans.append(boolean or (operation == "where" and booleans[arguments[1]]))
             sizes.append(size)
             self.depths.append(depth)
             separate = uses[i] != 1 or i in returned or i in self._sums or i in terms_of_irregular

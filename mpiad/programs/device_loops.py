@@ -10,13 +10,17 @@ shape, and no kernel needs a barrier or atomic operations.
 
 A loop after an exchange of halos has two kernels: one for its interior, which runs while messages are in flight, and one
 for the other entries (see `overlap`).
+
+If a kernel needs more registers than a thread can have, the statements of the loop are divided among two or more kernels
+for all entries, one after the other. Values that a later kernel reads are stored in scratch memory.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +29,7 @@ from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import address_of
 from mpiad.compiling.c_translation import PRELUDE, c_lines
 from mpiad.compiling.program import OPERATIONS
-from mpiad.compiling.source import indented, number, with_few_live
+from mpiad.compiling.source import indented, number, reads_of, with_few_live
 from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.programs.array_program import parts_of
 from mpiad.programs.fusion import Schedule, root_of
@@ -61,6 +65,7 @@ _ELEMENTS = {
 # ones, and the number of entries up to which one thread combines all.
 _PARTIAL, _COMBINED, _FEW = 1 << 16, 64, 64
 _MOST_INT = 2**31
+_ALL = 254  # registers of a thread of which a kernel that spills takes at least so many, of 255
 
 
 class LoopKernel(NamedTuple):
@@ -106,7 +111,7 @@ def compiled(kernels: Sequence[LoopKernel], launcher: Launcher) -> list[DeviceKe
     made |= {body: least[body] for body in left}
     for body, kernel in least.items():
         if kernel.local_bytes:
-            _log.info("jit: a kernel needs %s bytes of local memory per thread:\n%s", kernel.local_bytes, body)
+            _log.debug("jit: a kernel needs %s bytes of local memory per thread:\n%s", kernel.local_bytes, body)
     return [made[kernel.body] for kernel in kernels]
 
 
@@ -124,6 +129,8 @@ class DeviceLoop(LoopText):
     def __init__(self, schedule: Schedule, at: int):
         self._renamed: dict[str, int] = {}  # the buffers of arrays that overwrite other ones, by name
         self.interior: Box | None = None  # the entries of a kernel that runs before the others
+        self.parts = 1  # the number of kernels among which the statements of an entry are divided
+        self._stored = 0  # the number of values of an entry that they store for each other
         super().__init__(schedule, at, True)
 
     def _write(self, inside: Box, rows: Array | None, edges: Array | None) -> None:
@@ -132,29 +139,76 @@ class DeviceLoop(LoopText):
         is_empty = not math.prod(shape) or any(hi <= lo for lo, hi in inside)
         around: Known = [None] * len(shape)
         boxes: list[Known] = [*[inside] * (not is_empty), *[around] * (rows is not None or edges is not None)]
-        # For each box, the statements, in the kernel language and in C++.
-        self._bodies = [(lines, c_lines(lines, sums)) for lines in (LoopBody(self, box).text() for box in boxes)]
+        bodies = [LoopBody(self, box) for box in boxes]
+        texts = [body.text() for body in bodies]
+        # For each box, the statements, in the kernel language and in C++, and the boolean variables.
+        self._bodies = [(lines, c_lines(lines, sums), body.booleans) for lines, body in zip(texts, bodies)]
         tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(inside) if lo]
         tests += [f"i{k} < {hi}" for k, (_, hi) in enumerate(inside) if hi < shape[k]]
         self._is_inside = " && ".join(tests)
         targets = [self.entry(*fold.place, part) for fold, part in self.folds]
         self._targets = c_lines([f"{target} = {x}" for target, x in zip(targets, sums)])
 
-    def _entry(self, is_traced: bool) -> list[str]:
-        """Return the statements for an entry, whose indices are known: as traced, or with few live variables."""
-        buffers, combined = self.schedule.buffers, c_lines(self._combined(), [f"s{k}" for k in range(len(self.folds))])
-        roots, bodies = {root_of(buffers, b) for b in self.written}, list[list[str]]()
-        written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
-        for lines, texts in self._bodies:
-            if not is_traced:
-                # What is overwritten is read before.
-                first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
-                texts = [texts[k] for k in with_few_live(lines, first)]
-            bodies.append([*texts, *combined])
+    def divide(self, kernels: Iterable[tuple[DeviceKernel, LoopKernel]]) -> int:
+        """Divide the statements among twice as many kernels if one spills; return the bytes, 0 if none does."""
+        spilled = max([one.local_bytes for one, _ in kernels if one.local_bytes and one.registers >= _ALL], default=0)
+        if not spilled or 2 * self.parts > max(len(lines) for lines, *_ in self._bodies):
+            return 0
+        self.parts, self.interior = 2 * self.parts, None
+        return spilled
+
+    def _entries(self, is_traced: bool) -> list[list[str]]:
+        """Return the statements of each kernel for an entry with known indices: as traced, or with few live variables."""
+        combined = c_lines(self._combined(), [f"s{k}" for k in range(len(self.folds))])
+        divided = [self._divided(*body, is_traced) for body in self._bodies]
+        bodies = [[*before, [*last, *combined]] for *before, last in divided]
         if len(bodies) < 2:
-            return bodies[0] if bodies else []
-        inside, outside = map(indented, bodies)
-        return [f"if ({self._is_inside}) {{", *inside, "} else {", *outside, "}"]
+            return bodies[0] if bodies else [[]]
+        parts = [[*map(indented, part)] for part in zip(*bodies)]
+        return [[f"if ({self._is_inside}) {{", *inside, "} else {", *outside, "}"] for inside, outside in parts]
+
+    def _divided(self, lines: Sequence[str], texts: list[str], booleans: set[str], is_traced: bool) -> list[list[str]]:
+        """Return the statements of a body for each kernel."""
+        buffers, reads = self.schedule.buffers, reads_of(lines)
+        roots, targets = {root_of(buffers, b) for b in self.written}, [line.partition(" = ")[0] for line in lines]
+        written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
+        # What is overwritten is read before.
+        first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
+        order = with_few_live(lines, first)
+        if self.parts == 1:
+            return [texts if is_traced else [texts[k] for k in order]]
+        # The last kernel reads the values that are combined. Other loads than those of what is overwritten are repeated.
+        last = {k: len(order) for k in order if targets[k][0] == "f"}
+        last = {i: at for at, k in enumerate(order) for i in reads[k]} | last
+        repeated = {k for k in order if not reads[k] and targets[k] not in first}
+        live = np.zeros(len(order) + 1, int)
+        for at, k in enumerate(order):
+            if k not in repeated:
+                live[at + 1 : last.get(k, at) + 1] += 1
+        ends, width = [0], len(order) // (4 * self.parts)
+        for part in range(1, self.parts):
+            middle = len(order) * part // self.parts
+            ends.append(min(range(middle - width, middle + width + 1), key=lambda at: (live[at], abs(at - middle))))
+        ends.append(len(order))
+        made, places, indices = list[list[str]](), dict[int, int](), [f"i{k}" for k in range(len(self.loop.shape))]
+        for start, end in pairwise(ends):
+            own = order[start:end]
+            needed = {i for k in own for i in reads[k]} | {k for k in last if last[k] == end == len(order)}
+            statements = []
+            for k in sorted(needed - {*own}):
+                if k in repeated:
+                    statements.append(texts[k])
+                else:
+                    place = f"between({', '.join([str(places[k]), *indices])})"
+                    statements.append(f"auto {targets[k]} = {place}{' != 0' * (targets[k] in booleans)};")
+            for k in sorted(own) if is_traced else own:
+                statements.append(texts[k])
+                if k not in repeated and last.get(k, 0) >= end and end < len(order):
+                    places[k] = len(places)
+                    statements.append(f"between({', '.join([str(places[k]), *indices])}) = {targets[k]};")
+            made.append(statements)
+        self._stored = max(self._stored, len(places))
+        return made
 
     def _combined(self) -> list[str]:
         """Return the lines that combine the values f0, f1, ... with the results s0, s1, ..."""
@@ -177,23 +231,33 @@ class DeviceLoop(LoopText):
         chunks = self._chunks()
         return len(self.folds) * chunks.results * sum(chunks.counts[:-1])
 
+    @property
+    def between(self) -> int:
+        """The bytes of scratch memory for the values that kernels of an entry store for each other."""
+        return self._stored * math.prod(self.loop.shape) * np.dtype(self.real).itemsize
+
     def kernels(self, allocations: Mapping[int, Allocation]) -> list[LoopKernel]:
         """Return the kernels; `allocations`: the places of the temporary buffers."""
         if not math.prod(self.loop.shape):
             return []
+        entries = [self._entries(is_traced) for is_traced in (False, True)]
         head = self._declarations(allocations)
-        made, traced = (self._kernels(head, self._entry(is_traced)) for is_traced in (False, True))
+        made, traced = (self._kernels(head, *each) for each in entries)
         return [kernel._replace(traced=other.body) for kernel, other in zip(made, traced)]
 
-    def _kernels(self, head: list[str], entry: list[str]) -> list[LoopKernel]:
-        """Return the kernels, given the declarations, and the statements for an entry."""
+    def _kernels(self, head: list[str], *parts: list[str]) -> list[LoopKernel]:
+        """Return the kernels, given the declarations, and the statements of each for an entry."""
+        *before, entry = parts
+        if before:
+            whole = [self._of_entries(head, each) for each in before]
+            return [*whole, *self._kernels(head, entry)]
         shape = self.loop.shape
         if self.interior is not None:
             inside, outside = list[Box](), list[Box]()
             cut([(0, n) for n in shape], self.interior, inside, outside)
             return [self._kernel_of(head, boxes, entry) for boxes in (inside, outside) if boxes]
         if not self.folds:
-            return [LoopKernel.of(head, math.prod(shape), [*_decomposed("thread", dict(enumerate(shape))), *entry])]
+            return [self._of_entries(head, entry)]
         chunks = self._chunks()
         made, place = [LoopKernel.of(head, chunks.results * chunks.counts[0], self._first(chunks, entry))], 0
         for before, after in zip(chunks.counts, chunks.counts[1:]):
@@ -201,6 +265,11 @@ class DeviceLoop(LoopText):
             made.append(LoopKernel.of(head, chunks.results * after, lines))
             place += len(self.folds) * chunks.results * before
         return made
+
+    def _of_entries(self, head: list[str], entry: list[str]) -> LoopKernel:
+        """Return the kernel of all entries."""
+        shape = self.loop.shape
+        return LoopKernel.of(head, math.prod(shape), [*_decomposed("thread", dict(enumerate(shape))), *entry])
 
     def _kernel_of(self, head: list[str], boxes: Sequence[Box], entry: list[str]) -> LoopKernel:
         """Return the kernel of the entries in some boxes."""
@@ -270,7 +339,12 @@ class DeviceLoop(LoopText):
                 is_padded = root in allocations and buffers[root].shape == shape
                 pitch = (allocations[root].pitch if is_padded else shape[-1]) * parts_of(found.dtype)
                 lines += [f"#undef {name}", _macro(name, shape, pitch)]
-        return [*lines, *[f"    double* w = (double*)words[{len(places)}];"] * bool(self.folds)]
+        lines += [f"    double* w = (double*)words[{len(places)}];"] * bool(self.folds)
+        if self._stored:
+            shape = self._stored, *self.loop.shape
+            lines.append(f"    real* between = (real*)words[{len(places) + bool(self.folds)}];")
+            lines += ["#undef between", _macro("between", shape, shape[-1])]
+        return lines
 
 
 def _decomposed(flat: str, lengths: Mapping[int, int]) -> list[str]:

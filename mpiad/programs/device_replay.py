@@ -15,7 +15,8 @@ arrays; scratch memory is taken from the device's pool in each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,19 +28,21 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.strided_updates import StridedUpdate
-from mpiad.programs.array_program import COMPUTED, ArrayProgram, Node, Slot
+from mpiad.programs.array_program import COMPUTED, ArrayProgram, Node, Slot, described
 from mpiad.programs.device_loops import THREADS, DeviceLoop, LoopKernel, compiled, kernels_of_updates
 from mpiad.programs.device_words import Words
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.interpretation import logged
-from mpiad.programs.memory_plan import SMALL
+from mpiad.programs.memory_plan import SMALL, Scratch
 from mpiad.programs.message_numbers import MessageNumbers, Numbers, is_numbered
 from mpiad.programs.overlap import interior
 from mpiad.programs.replay import Changed, Replays, call_at, is_checked
 from mpiad.programs.traced_array import Step, mapped
-from mpiad.transport.devices.device_arrays import ArrayModule, Launch, copied, is_device_array, launcher_of
+from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, Launch, copied, is_device_array, launcher_of
 
-_PARTIAL = -1  # in place of a buffer: the partial results of sums
+_log = logging.getLogger("mpiad")
+
+_PARTIAL, _BETWEEN = -1, -2  # in place of a buffer: the partial results of sums; what kernels of a loop store
 # Minimum number of entries of a loop that is divided to overlap with messages. A smaller one takes less time than the
 # host needs for another kernel and two events.
 _LARGE = 1 << 20
@@ -61,9 +64,28 @@ class DeviceReplays(Replays):
         for at, text in enumerate(self.texts[1:]):
             if text is not None and prod(text.loop.shape) >= _LARGE:
                 text.interior = interior(self.schedule, at, text, sets_constants=False)
-        of_loops = [self._kernels_of(at) for at in range(len(self.texts))]
-        made = iter(compiled([kernel for kernels in of_loops for kernel in kernels], self.launcher))
-        self.launches = [[(next(made), one) for one in each] for each in of_loops]
+        launches = self._compiled(range(len(self.texts)))
+        self.launches = [launches[at] for at in range(len(self.texts))]
+        between = max([text.between for text in self.texts if text is not None], default=0)
+        # The memory of what kernels of a loop store for each other begins here.
+        self.scratch_end = self.scratch.size + -self.scratch.size % 8
+        self.scratch = Scratch(self.scratch_end + between) if between else self.scratch
+
+    def _compiled(self, steps: Iterable[int]) -> dict[int, list[tuple[DeviceKernel, LoopKernel]]]:
+        """Return the kernels of steps; if those of a loop spill, the loop is divided again."""
+        of_steps = {at: self._kernels_of(at) for at in steps}
+        made = iter(compiled([kernel for kernels in of_steps.values() for kernel in kernels], self.launcher))
+        found = {at: [(next(made), one) for one in each] for at, each in of_steps.items()}
+        spilled = {at: 0 if self.texts[at] is None else self.texts[at].divide(each) for at, each in found.items()}
+        again = [at for at, nbytes in spilled.items() if nbytes]
+        if not again:
+            return found
+        _log.info(
+            "jit: kernels need up to %s bytes per thread beyond their registers; %s loops are divided among more kernels, "
+            "such as that for %s",
+            *(max(spilled.values()), len(again), described(self.schedule.nodes[self.texts[again[0]].loop.items[-1].node])),
+        )
+        return found | self._compiled(again)
 
     def _kernels_of(self, at: int) -> list[LoopKernel]:
         """Return the kernels of a step; none for a call of Python."""
@@ -233,7 +255,9 @@ class DeviceReplay:
         """Return the buffers whose addresses the kernels of a step read, in their order."""
         text, step = self.replays.texts[at], self.schedule.steps[at]
         buffers = [root_of(self._buffers, b) for b in (step.inputs if text is None else text.buffers)]
-        return [*buffers, *[_PARTIAL] * (text is not None and bool(text.folds))]
+        if text is None:
+            return buffers
+        return [*buffers, *[_PARTIAL] * bool(text.folds), *[_BETWEEN] * bool(text.between)]
 
     def _bind(self, b: int, value: Array) -> None:
         """Bind a buffer to an array, a number or a request of this run."""
@@ -326,6 +350,7 @@ class DeviceReplay:
             base = self._device.pointer(self._scratch)
             for b in self._scratched:
                 self._words.store(b, base + self.replays.allocations[b].start)
+            self._words.store(_BETWEEN, base + self.replays.scratch_end)
         for b in part.touched:
             kind, shape, dtype, data, _ = self._buffers[b]
             if kind == "input":

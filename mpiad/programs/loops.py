@@ -22,7 +22,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Builder
-from mpiad.compiling.source import indented, lines, number
+from mpiad.compiling.source import indented, lines, lowered, number
 from mpiad.compiling.symbols import Symbol, choose, number_of
 from mpiad.programs.array_program import (
     BOOLEAN,
@@ -318,6 +318,7 @@ class LoopBody:
         self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder(single=writer.real == np.float32)
         self.loads: dict[tuple[int, IndexMap, int], int] = {}  # numbers of the parts of entries (see `LoopText.entry`)
+        self.booleans: set[str] = set()  # the boolean variables of the text
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
@@ -344,6 +345,7 @@ class LoopBody:
                 text = writer.entry(buffer, map, part, self.box)
                 loads.append(f"{x}{place} = {self._converted(buffer, text)}")
         loads += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in inputs]
+        self.booleans = {f"{v}{i}" for i, is_boolean in enumerate(lowered(program).booleans) if is_boolean}
         return loads + lines(program, names, targets, dtype=writer.real, prefix=v)
 
     def _converted(self, buffer: int, text: str) -> str:

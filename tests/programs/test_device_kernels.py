@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as onp
 import nvrtc
 import pytest
-from device_double import on_device
+from device_double import double, on_device
 from device_on_cpu import COMPILER
 
 import mpiad
@@ -20,6 +20,7 @@ from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, solve
 from mpiad.programs import device_replay
 from mpiad.programs.device_loops import DeviceLoop, compiled
+from mpiad.programs.device_replay import DeviceReplays
 from mpiad.programs.fusion import Loop, Schedule
 
 pytestmark = [
@@ -169,6 +170,33 @@ def kernels_of(run, count, shape, dtype, divides=False):
     for loop in loops if divides else ():
         loop.interior = [(2, n - 2) for n in loop.loop.shape] if loop.divisible and min(loop.loop.shape) > 4 else None
     return [kernel for loop in loops for kernel in loop.kernels({})]
+
+
+def entangled(count):
+    """A sum whose terms each need all of `count` numbers, so that these are live at the same time."""
+
+    def run(x):
+        terms = [np.roll(x, k, 0) * (k + 1.0) for k in range(count)]
+        for _ in range(2):
+            total = sum(t * t for t in terms)
+            terms = [t / (1 + total) + 0.1 * t**3 for t in terms]
+        return sum(t * total for t in terms)
+
+    return run
+
+
+def test_loops_are_divided_until_no_kernel_spills(monkeypatch):
+    jitted = mpiad.jit(entangled(60))
+    jitted(onp.ones((100, 3)))
+    (entry,) = jitted.form().jitted._cache.entries.values()
+    schedule = Schedule(entry.replays.schedule.program)
+    monkeypatch.setattr(device_replay, "launcher_of", lambda device: Assembler("sm_90"))
+    whole = compiled(
+        [kernel for at in range(len(schedule.steps)) for kernel in DeviceLoop(schedule, at).kernels({})], Assembler("sm_90")
+    )
+    assert max(kernel.spilled for kernel in whole) > 0
+    ((made, _), *others) = [launch for each in DeviceReplays(schedule, double).launches for launch in each]
+    assert others and not any(kernel.spilled for kernel in (made, *[kernel for kernel, _ in others]))
 
 
 @pytest.mark.parametrize("name", ["wave 7", "shallow water"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -451,6 +453,51 @@ def test_kernels_with_one_order_do_the_same_in_each_way():
     """Such as those of updates in place, whose statements aren't ordered."""
     kernel = LoopKernel.of(["    double* a = (double*)words[0];"], 3, ["a[thread] = 1.0;"])
     assert "a[thread] = 1.0;" in kernel.traced and kernel.traced == kernel.body
+
+
+def transported(np, u, a):
+    """A program with branches at edges, conditions, arrays that are overwritten, and sums along an axis and of all."""
+    for k in range(3):
+        flux = np.where((u > 0.1 * k) & (np.roll(u, 1, 0) < a), np.roll(u, 1, 0) * a, np.sin(u) + np.roll(u, -1, 1))
+        padded = np.pad(flux, 1, "constant")
+        u = np.maximum(u + 0.1 * flux, 0.2 * padded[2:, 1:-1] - padded[:-2, 1:-1] * u) / (1 + flux**2)
+    return np.sum(u * np.exp(-u) + flux * u**2), np.sum(u * flux + np.cos(u), axis=0), u, u > flux
+
+
+def rotated(np, u, a):
+    """The same with complex numbers."""
+    z = 0.3 * u + 1j * np.roll(u, 1, 1)
+    for _ in range(2):
+        z = z * np.exp(1j * a * z) / (1.5 + z * np.conj(z)) + 0.1 * np.roll(z, 1, 0)
+    return np.sum(np.abs(z) ** 2), np.real(z), z
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not IS_STAND_IN, reason="a GPU reports what it finds")
+@pytest.mark.parametrize(
+    "fun, dtype, most", [(transported, float, 4), (transported, onp.float32, 11), (rotated, float, 11)]
+)
+def test_loops_whose_kernels_spill_are_divided(fun, dtype, most, rng, launcher, monkeypatch, caplog):
+    """The compiler reports that each kernel spills that computes more than `most` numbers."""
+    compile_one, numbers = launcher.compiled, re.compile(r"^ +auto (?!\w+ = (between|a\d+)\b)", re.MULTILINE)
+
+    def spilling(text, name, options):
+        made = copy(compile_one(text, name, options))
+        body = text.partition(f"{name}(const long long* words)")[2].partition("\n}\n")[0]
+        made.local_bytes, made.registers = (64, 255) if len(numbers.findall(body)) > most else (0, 64)
+        return made
+
+    monkeypatch.setattr(launcher, "compiled", spilling)
+    caplog.set_level(logging.INFO, "mpiad")
+    u, a = rng.normal(size=(9, 14)).astype(dtype), dtype(0.3)
+    x, rtol = on_device(u), 1e-11 if dtype is float else 1e-4
+    loss, expected = (lambda u, np=np: sum(np.sum(y) for y in fun(np, u, a)[:2]) for np in (np, plain))
+    jitted = mpiad.jit(lambda u, a: fun(np, u, a))
+    for each in (u, u[::-1] * 2):
+        assert_same(jitted(on_device(each), a), fun(plain, each, a), rtol)
+    assert_same(mpiad.value_and_grad(mpiad.jit(loss))(x), [expected(u), autograd.grad(expected)(u)], rtol)
+    (message,) = {record.getMessage().partition(";")[0] for record in caplog.records if "divided" in record.msg}
+    assert message == "jit: kernels need up to 64 bytes per thread beyond their registers"
 
 
 @pytest.mark.serial
