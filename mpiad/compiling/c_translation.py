@@ -9,7 +9,7 @@ Functions of `math` and NumPy are called by their names in C++, which overloads 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # Definitions for all kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
 PRELUDE = """
@@ -46,9 +46,13 @@ def c_statements(nodes: Iterable[ast.stmt], declared: Iterable[str] = ()) -> lis
     return [line for node in nodes for line in _statement(node, known)]
 
 
-def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
-    """Return the text of statements of the kernel language as C++."""
-    return c_statements(ast.parse("\n".join(lines)).body, declared)
+def c_lines(lines: Sequence[str], declared: Iterable[str] = (), renamed: Mapping[str, str] | None = None) -> list[str]:
+    """Return the text of statements of the kernel language as C++; `renamed`: new names of variables."""
+    parsed = ast.parse("\n".join(lines))
+    for node in ast.walk(parsed) if renamed else ():
+        if isinstance(node, ast.Name):
+            node.id = renamed.get(node.id, node.id)  # type: ignore[union-attr]
+    return c_statements(parsed.body, declared)
 
 
 def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:

@@ -8,6 +8,9 @@ A reduction has several kernels. In the first one, each thread combines the entr
 results of the one before, until one is left for each entry of the result. So the order of the operations is fixed for a
 shape, and no kernel needs a barrier or atomic operations.
 
+In large loops over few arrays in single precision, a thread computes two entries, half a row apart: with one, too few bytes
+would be on their way from memory at the same time to use its whole bandwidth.
+
 A loop after an exchange of halos has two kernels: one for its interior, which runs while messages are in flight, and one
 for the other entries (see `overlap`).
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -65,6 +68,10 @@ _ELEMENTS = {
 # ones, and the number of entries up to which one thread combines all.
 _PARTIAL, _COMBINED, _FEW = 1 << 16, 64, 64
 _MOST_INT = 2**31
+# A thread computes two entries in loops with at least so many entries, in rows of at least this length, and at most so many
+# loads of an entry. With half of the threads, a device is still full, and neighboring threads read neighboring entries.
+_MANY, _LONG, _LOADS = 1 << 20, 64, 12
+_USUAL = 64  # registers of a thread with which enough threads run at the same time
 _ALL = 254  # registers of a thread of which a kernel that spills takes at least so many, of 255
 
 
@@ -143,40 +150,60 @@ class DeviceLoop(LoopText):
         texts = [body.text() for body in bodies]
         # For each box, the statements, in the kernel language and in C++, and the boolean variables.
         self._bodies = [(lines, c_lines(lines, sums), body.booleans) for lines, body in zip(texts, bodies)]
-        tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(inside) if lo]
-        tests += [f"i{k} < {hi}" for k, (_, hi) in enumerate(inside) if hi < shape[k]]
-        self._is_inside = " && ".join(tests)
+        self._inside = inside
+        # For each box, the statements for the second entry of a thread, whose last index is `next`.
+        self._seconds, loads = list[list[str]](), max([len(body.loads) for body in bodies], default=0)
+        arrays = [self.schedule.buffers[b] for b in self.buffers]
+        widths = [found.dtype.itemsize for found in arrays if math.prod(found.shape) > 1]
+        is_light = shape and not self.folds and loads <= _LOADS and max(widths, default=8) <= 4
+        if is_light and math.prod(shape) >= _MANY and shape[-1] >= _LONG:
+            names = {f"i{len(shape) - 1}": "next"}
+            self._seconds = [c_lines(lines, (), names | {x: f"{x}_" for x in _targets(lines)}) for lines in texts]
         targets = [self.entry(*fold.place, part) for fold, part in self.folds]
         self._targets = c_lines([f"{target} = {x}" for target, x in zip(targets, sums)])
 
-    def divide(self, kernels: Iterable[tuple[DeviceKernel, LoopKernel]]) -> int:
-        """Divide the statements among twice as many kernels if one spills; return the bytes, 0 if none does."""
-        spilled = max([one.local_bytes for one, _ in kernels if one.local_bytes and one.registers >= _ALL], default=0)
-        if not spilled or 2 * self.parts > max(len(lines) for lines, *_ in self._bodies):
+    def revise(self, kernels: Sequence[DeviceKernel]) -> int | None:
+        """Change the kernels if they take too many registers; return the spilled bytes, None if nothing changes."""
+        if self._seconds and max(kernel.registers for kernel in kernels) > _USUAL:
+            self._seconds = []
             return 0
+        spilled = max([one.local_bytes for one in kernels if one.registers >= _ALL], default=0)
+        if not spilled or 2 * self.parts > max(len(lines) for lines, *_ in self._bodies):
+            return None
         self.parts, self.interior = 2 * self.parts, None
         return spilled
 
-    def _entries(self, is_traced: bool) -> list[list[str]]:
-        """Return the statements of each kernel for an entry with known indices: as traced, or with few live variables."""
+    def _entries(self, is_traced: bool, has_second: bool = False) -> list[list[str]]:
+        """Return the statements of each kernel for an entry with known indices: as traced, or with few live variables.
+
+        `has_second`: with those for a second entry; each follows the same one for the first.
+        """
         combined = c_lines(self._combined(), [f"s{k}" for k in range(len(self.folds))])
-        divided = [self._divided(*body, is_traced) for body in self._bodies]
-        bodies = [[*before, [*last, *combined]] for *before, last in divided]
+        bodies = list[list[list[str]]]()
+        for k, (lines, texts, booleans) in enumerate(self._bodies):
+            pairs = [*zip(texts, *self._seconds[k : k + 1] * has_second)]
+            *before, last = self._divided(lines, pairs, booleans, is_traced)
+            bodies.append([*before, [*last, *combined]])
         if len(bodies) < 2:
             return bodies[0] if bodies else [[]]
-        parts = [[*map(indented, part)] for part in zip(*bodies)]
-        return [[f"if ({self._is_inside}) {{", *inside, "} else {", *outside, "}"] for inside, outside in parts]
+        shape, parts = self.loop.shape, [[*map(indented, part)] for part in zip(*bodies)]
+        tests = [f"i{k} >= {lo}" for k, (lo, _) in enumerate(self._inside) if lo]
+        lasts = [*[f"i{k}" for k in range(len(shape) - 1)], "next" if has_second else f"i{len(shape) - 1}"]
+        tests += [f"{i} < {hi}" for i, (_, hi), n in zip(lasts, self._inside, shape) if hi < n]
+        return [[f"if ({' && '.join(tests)}) {{", *inside, "} else {", *outside, "}"] for inside, outside in parts]
 
-    def _divided(self, lines: Sequence[str], texts: list[str], booleans: set[str], is_traced: bool) -> list[list[str]]:
-        """Return the statements of a body for each kernel."""
-        buffers, reads = self.schedule.buffers, reads_of(lines)
-        roots, targets = {root_of(buffers, b) for b in self.written}, [line.partition(" = ")[0] for line in lines]
+    def _divided(
+        self, lines: Sequence[str], texts: Sequence[tuple[str, ...]], booleans: set[str], is_traced: bool
+    ) -> list[list[str]]:
+        """Return the statements of a body for each kernel; `texts`: those of each line."""
+        buffers, reads, targets = self.schedule.buffers, reads_of(lines), _targets(lines)
+        roots = {root_of(buffers, b) for b in self.written}
         written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
         # What is overwritten is read before.
         first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
         order = with_few_live(lines, first)
         if self.parts == 1:
-            return [texts if is_traced else [texts[k] for k in order]]
+            return [[text for k in (sorted(order) if is_traced else order) for text in texts[k]]]
         # The last kernel reads the values that are combined. Other loads than those of what is overwritten are repeated.
         last = {k: len(order) for k in order if targets[k][0] == "f"}
         last = {i: at for at, k in enumerate(order) for i in reads[k]} | last
@@ -197,12 +224,12 @@ class DeviceLoop(LoopText):
             statements = []
             for k in sorted(needed - {*own}):
                 if k in repeated:
-                    statements.append(texts[k])
+                    statements += texts[k]
                 else:
                     place = f"between({', '.join([str(places[k]), *indices])})"
                     statements.append(f"auto {targets[k]} = {place}{' != 0' * (targets[k] in booleans)};")
             for k in sorted(own) if is_traced else own:
-                statements.append(texts[k])
+                statements += texts[k]
                 if k not in repeated and last.get(k, 0) >= end and end < len(order):
                     places[k] = len(places)
                     statements.append(f"between({', '.join([str(places[k]), *indices])}) = {targets[k]};")
@@ -243,6 +270,9 @@ class DeviceLoop(LoopText):
         entries = [self._entries(is_traced) for is_traced in (False, True)]
         head = self._declarations(allocations)
         made, traced = (self._kernels(head, *each) for each in entries)
+        if self._seconds and self.parts == 1:
+            box = [(0, n) for n in self.loop.shape] if self.interior is None else self.interior
+            made[0], traced[0] = (self._of_two(head, box, *self._entries(each, True)) for each in (False, True))
         return [kernel._replace(traced=other.body) for kernel, other in zip(made, traced)]
 
     def _kernels(self, head: list[str], *parts: list[str]) -> list[LoopKernel]:
@@ -270,6 +300,18 @@ class DeviceLoop(LoopText):
         """Return the kernel of all entries."""
         shape = self.loop.shape
         return LoopKernel.of(head, math.prod(shape), [*_decomposed("thread", dict(enumerate(shape))), *entry])
+
+    def _of_two(self, head: list[str], box: Box, entry: list[str]) -> LoopKernel:
+        """Return the kernel of the entries in a box, in which a thread computes two entries of a row.
+
+        If the length of a row is odd, the threads in its middle compute one entry twice.
+        """
+        lengths, last = {k: last - first for k, (first, last) in enumerate(box)}, len(box) - 1
+        half = -(-lengths[last] // 2)
+        kind, texts = _kind_of(lengths), _indices("thread", lengths | {last: half})
+        lines = [f"const {kind} i{k} = {box[k][0]} + {text};" for k, text in texts.items()]
+        lines.append(f"const {kind} next = i{last} + (i{last} < {box[last][1] - half} ? {half} : 0);")
+        return LoopKernel.of(head, math.prod(lengths.values()) // lengths[last] * half, [*lines, *entry])
 
     def _kernel_of(self, head: list[str], boxes: Sequence[Box], entry: list[str]) -> LoopKernel:
         """Return the kernel of the entries in some boxes."""
@@ -345,6 +387,11 @@ class DeviceLoop(LoopText):
             lines.append(f"    real* between = (real*)words[{len(places) + bool(self.folds)}];")
             lines += ["#undef between", _macro("between", shape, shape[-1])]
         return lines
+
+
+def _targets(lines: Sequence[str]) -> list[str]:
+    """Return the variables and entries to which statements assign."""
+    return [line.partition(" = ")[0] for line in lines]
 
 
 def _decomposed(flat: str, lengths: Mapping[int, int]) -> list[str]:

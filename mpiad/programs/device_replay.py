@@ -76,16 +76,17 @@ class DeviceReplays(Replays):
         of_steps = {at: self._kernels_of(at) for at in steps}
         made = iter(compiled([kernel for kernels in of_steps.values() for kernel in kernels], self.launcher))
         found = {at: [(next(made), one) for one in each] for at, each in of_steps.items()}
-        spilled = {at: 0 if self.texts[at] is None else self.texts[at].divide(each) for at, each in found.items()}
-        again = [at for at, nbytes in spilled.items() if nbytes]
-        if not again:
-            return found
-        _log.info(
-            "jit: kernels need up to %s bytes per thread beyond their registers; %s loops are divided among more kernels, "
-            "such as that for %s",
-            *(max(spilled.values()), len(again), described(self.schedule.nodes[self.texts[again[0]].loop.items[-1].node])),
-        )
-        return found | self._compiled(again)
+        revised = {at: self.texts[at].revise([one for one, _ in each]) for at, each in found.items() if self.texts[at]}
+        spilled = {at: nbytes for at, nbytes in revised.items() if nbytes}
+        if spilled:
+            item = self.texts[min(spilled)].loop.items[-1]
+            _log.info(
+                "jit: kernels need up to %s bytes per thread beyond their registers; %s loops are divided among more "
+                "kernels, such as that for %s",
+                *(max(spilled.values()), len(spilled), described(self.schedule.nodes[item.node])),
+            )
+        again = [at for at, nbytes in revised.items() if nbytes is not None]
+        return found | (self._compiled(again) if again else {})
 
     def _kernels_of(self, at: int) -> list[LoopKernel]:
         """Return the kernels of a step; none for a call of Python."""

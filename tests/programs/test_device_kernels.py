@@ -18,7 +18,7 @@ import mpiad
 import mpiad.device.numpy as np
 from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, solve
-from mpiad.programs import device_replay
+from mpiad.programs import device_loops, device_replay
 from mpiad.programs.device_loops import DeviceLoop, compiled
 from mpiad.programs.device_replay import DeviceReplays
 from mpiad.programs.fusion import Loop, Schedule
@@ -206,6 +206,16 @@ def test_no_kernel_of_an_interior_spills(name):
     assert len(parts) > len(whole)
     kernels = compiled(parts, Assembler("sm_90"))
     assert not any(kernel.spilled for kernel in kernels) and max(kernel.registers for kernel in kernels) <= 64
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_kernel_of_two_entries_spills(name, monkeypatch):
+    """Those in single precision, in which a thread of a large loop computes two entries."""
+    for limit in ("_MANY", "_LONG"):
+        monkeypatch.setattr(device_loops, limit, 1)
+    kernels = kernels_of(*PROGRAMS[name](), "float32")
+    found = [one for one, kernel in zip(compiled(kernels, Assembler("sm_90")), kernels) if " next = " in kernel.body]
+    assert found and not any(one.spilled for one in found) and max(one.registers for one in found) <= 64
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++ for the stand-in")

@@ -26,7 +26,7 @@ import mpiad.device.numpy as np
 from mpiad import parallel
 from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, newton, solve
-from mpiad.programs import device_replay
+from mpiad.programs import device_loops, device_replay
 from mpiad.programs.device_loops import LoopKernel, compiled
 from mpiad.timestepping import CheckpointSchedule, scan
 
@@ -498,6 +498,49 @@ def test_loops_whose_kernels_spill_are_divided(fun, dtype, most, rng, launcher, 
     assert_same(mpiad.value_and_grad(mpiad.jit(loss))(x), [expected(u), autograd.grad(expected)(u)], rtol)
     (message,) = {record.getMessage().partition(";")[0] for record in caplog.records if "divided" in record.msg}
     assert message == "jit: kernels need up to 64 bytes per thread beyond their registers"
+
+
+def paired(jitted):
+    """Return the numbers of threads of the kernels whose threads compute two entries, and of all kernels."""
+    kernels = [one for replays in divided(jitted) for each in replays.launches for _, one in each]
+    return [kernel.threads for kernel in kernels if " next = " in kernel.body], [kernel.threads for kernel in kernels]
+
+
+@pytest.fixture
+def two_entries(monkeypatch):
+    """Let threads compute two entries in all loops in single precision."""
+    for name, value in {"_MANY": 1, "_LONG": 1, "_LOADS": 1 << 10}.items():
+        monkeypatch.setattr(device_loops, name, value)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("shape", [(9, 14), (5, 13), (6, 3)])
+def test_threads_that_compute_two_entries(shape, two_entries, rng):
+    u, a = rng.normal(size=shape).astype(onp.float32), onp.float32(0.3)
+    jitted = mpiad.jit(lambda u, a: transported(np, u, a))
+    assert_same(jitted(on_device(u), a), transported(plain, u, a), 1e-4)
+    loss, expected = (lambda u, np=np: sum(np.sum(y) for y in transported(np, u, a)[:2]) for np in (np, plain))
+    gradient = mpiad.value_and_grad(mpiad.jit(loss))(on_device(u))
+    assert_same(gradient, [expected(u), autograd.grad(expected)(u)], 1e-4)
+    pairs, threads = paired(jitted)
+    assert max(pairs) == shape[0] * -(-shape[1] // 2)
+    assert len(threads) > len(pairs)  # reductions have threads of their own
+    # Not in double precision.
+    double_precision = mpiad.jit(lambda u: transported(np, u, 0.3))
+    double_precision(on_device(u.astype(float)))
+    assert not paired(double_precision)[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_threads_that_compute_two_entries_of_interiors(axis, two_entries, monkeypatch):
+    monkeypatch.setattr(device_replay, "_LARGE", 1)
+    dims = (1, WORLD.size) if axis else (WORLD.size, 1)
+    domain = Domain((16 * dims[0], 21 * dims[1]), periodic=(True, False), dims=dims)
+    whole = onp.random.default_rng(31).normal(size=domain.shape).astype(onp.float32)
+    fun = mpiad.jit(lambda u: wave(domain, u, onp.float32(0.7)))
+    assert_same(fun(on_device(whole[domain.owned])), whole_wave(whole, 0.7)[domain.owned], 1e-4)
+    assert any(divided(fun).values()) and len(paired(fun)[0]) < len(paired(fun)[1])
 
 
 @pytest.mark.serial
