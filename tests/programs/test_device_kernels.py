@@ -186,7 +186,7 @@ def entangled(count):
 
 
 def test_loops_are_divided_until_no_kernel_spills(monkeypatch):
-    jitted = mpiad.jit(entangled(60))
+    jitted = mpiad.jit(entangled(58))
     jitted(onp.ones((100, 3)))
     (entry,) = jitted.form().jitted._cache.entries.values()
     schedule = Schedule(entry.replays.schedule.program)
