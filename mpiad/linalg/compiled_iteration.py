@@ -66,16 +66,18 @@ class TracedSystem:
 
     def _called(self, fun: Function, rows: LocalArray) -> LocalArray:
         out = fun(anp.reshape(rows, self._shape))
-        if out.shape != self._shape or out.dtype.kind != "f":
+        if out.shape != self._shape or out.dtype.kind not in ("f", rows.dtype.kind):
             raise TypeError  # an interpreted iteration raises the error
         return anp.reshape(out.astype(rows.dtype), rows.shape)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
-        """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
+        """Return inner products x* y over all ranks, in double precision, of pairs (x, y) of rows, shape (pairs, k)."""
         # For one system, in the shape of the operator's results, so that the loop that computes these adds the sums.
         shape = (1, *self._shape) if len(pairs[0][0]) == 1 else pairs[0][0].shape
         axes, blocks = tuple(range(1, len(shape))), [[anp.reshape(x, shape) for x in pair] for pair in pairs]
-        local = anp.stack([anp.sum(x.astype(np.float64) * y, axis=axes) for x, y in blocks])
+        wide = np.result_type(pairs[0][0].dtype, float)
+        conjugates = [anp.conj(x) if wide.kind == "c" else x for x, _ in blocks]
+        local = anp.stack([anp.sum(x.astype(wide) * y, axis=axes) for x, (_, y) in zip(conjugates, blocks)])
         return local if self._is_alone else mpi_allreduce(local, comm=self._comm)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Sequence[LocalArray]:

@@ -67,8 +67,8 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, launch
 # proportional to the conjugate of V y, and its norm is |r| / |y|. A least-squares problem is solved only for the solution.
 #
 # For vectors of doubles on the host, kernels compute the products and the step. They are written in the kernel language
-# and compiled from the source code of this file (see `mpiad.compiling.translation`). For real vectors on a device, one
-# thread of the device runs the kernel of the coefficients, so that steps run ahead of the host.
+# and compiled from the source code of this file (see `mpiad.compiling.translation`). For vectors on a device, also complex
+# ones, one thread of the device runs the kernel of the coefficients, so that steps run ahead of the host.
 #
 # References
 # ----------
@@ -83,7 +83,7 @@ def arnoldi_of(system: System, first: LocalArray, norms: np.ndarray, targets: np
     if type(first) is np.ndarray and first.dtype == np.float64:
         return CompiledArnoldi(first, norms, targets, length)
     if system.may_run_ahead and (norms > targets).any():
-        cycle = system.agreed_cycle(_product, (first,) if first.dtype.kind == "f" else None)
+        cycle = system.agreed_cycle(_product, (first,))
         if cycle is not None:
             return DeviceArnoldi(first, norms, targets, length, cycle)
     return Arnoldi(first, norms, targets, length)
@@ -218,26 +218,28 @@ class CompiledArnoldi(Arnoldi):
 
 
 class DeviceArnoldi(Arnoldi):
-    """The same for real vectors on a device: the host looks after several steps, and if digits cancel."""
+    """The same for vectors on a device: the host looks after several steps, and if digits cancel."""
 
     def __init__(self, first: LocalArray, norms: np.ndarray, targets: np.ndarray, length: int, cycle: Cycle):
         super().__init__(first, norms, targets, length)
         self._cycle, self._arrays = cycle, cast(ArrayModule, arrays_of(first))
         launcher = launcher_of(self._arrays)
-        self._launch = partial(launcher.launch, launcher.compiled(_device_text(), "extended_coefficients", OPTIONS), 1, 32)
-        # One array on the host, and one on the device, contain all numbers.
+        self._launch = partial(
+            launcher.launch, launcher.compiled(_device_text(self._null.dtype.kind), "extended_coefficients", OPTIONS), 1, 32
+        )
+        # One array on the host, and one on the device, contain all numbers, complex ones as two each.
         small = self._gram, self._hessenberg, self._null, self._state
-        self._host = np.concatenate([x.ravel() for x in small])
+        self._host = np.concatenate([x.ravel().view(float) for x in small])
         self._gram, self._hessenberg, self._null, self._state = self._parts(self._host)
         self._name_rows()
         self._there = self._arrays.to_device(self._host)
         self.close = cycle.close
 
     def _parts(self, numbers: Array) -> list[Array]:
-        k, length = len(self.norms), len(self.vectors) - 1
+        k, length, kinds = len(self.norms), len(self.vectors) - 1, [*[self._null.dtype] * 3, np.dtype(float)]
         shapes = (k, length + 1, length + 1), (k, length + 1, length), (k, length + 1), (_ROWS + length + 1, k)
-        ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
-        return [numbers[i:end].reshape(shape) for i, end, shape in zip(ends, ends[1:], shapes)]
+        ends = np.cumsum([0, *[math.prod(shape) * kind.itemsize // 8 for shape, kind in zip(shapes, kinds)]]).tolist()
+        return [numbers[i:end].view(kind).reshape(shape) for i, end, shape, kind in zip(ends, ends[1:], shapes, kinds)]
 
     def advance(self, system: System, j: int, most: int) -> Iterator[np.ndarray]:
         """Take the next steps from step j on, at most `most`; yield the norms after each."""
@@ -261,10 +263,10 @@ class DeviceArnoldi(Arnoldi):
         self._cycle.run()
         w[...] = self._cycle.state[0]
         both = [products_there(basis, basis[j]), products_there(self.vectors[: count + 1], w)]
-        local = np.concatenate(both, axis=1).astype(float, copy=False)
+        local = np.concatenate(both, axis=1).astype(self._null.dtype, copy=False)
         sums = local if system.is_alone else mpi_allreduce(local, comm=system.settings.comm)
         parts = self._parts(self._there)
-        self._launch([count, k, len(self.vectors), sums, *[part.reshape(-1) for part in parts]])
+        self._launch([count, k, len(self.vectors), *[part.reshape(-1).view(np.float64) for part in (sums, *parts)]])
         _, hessenberg, _, state = parts
         h, inverses = (x.astype(w.dtype, copy=False) for x in (hessenberg[:, :count, j], state[6]))
         w[...] = (w - (h[:, None] @ basis.swapaxes(0, 1))[:, 0]) * inverses[:, None]
@@ -282,16 +284,38 @@ def _kernels() -> list[Callable[..., None]]:
     return functions_of(__name__, signatures, "reassoc")
 
 
+# The numbers of the kernel of the coefficients on a device.
+_DEVICE_NUMBERS = {
+    "f": """
+typedef double Number;
+INLINE double conjugate(double a) { return a; }
+INLINE double real_part(double a) { return a; }
+""",
+    "c": """
+struct Number {
+    double x, y;
+    __device__ Number(double x = 0.0, double y = 0.0) : x(x), y(y) {}
+};
+INLINE Number operator*(Number a, Number b) { return Number(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }
+INLINE Number operator-(Number a) { return Number(-a.x, -a.y); }
+INLINE void operator+=(Number& a, Number b) { a.x += b.x; a.y += b.y; }
+INLINE void operator-=(Number& a, Number b) { a.x -= b.x; a.y -= b.y; }
+INLINE Number conjugate(Number a) { return Number(a.x, -a.y); }
+INLINE double real_part(Number a) { return a.x; }
+""",
+}
+
+
 @functools.cache
-def _device_text() -> str:
-    """Return the kernel of the coefficients for a device."""
+def _device_text(kind: str) -> str:
+    """Return the kernel of the coefficients for a device, for vectors of real ("f") or complex ("c") numbers."""
     (function,) = ast.parse(inspect.getsource(extended_coefficients)).body
     function = cast(ast.FunctionDef, function)
     names = [argument.arg for argument in function.args.args]
-    kinds = [*["long long"] * 3, "const double*", *["double*"] * 4]
+    kinds = [*["long long"] * 3, "const Number*", *["Number*"] * 3, "double*"]
     head = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, names))
     body = ["    EACH(thread, 1) {", *indented(c_statements(function.body[1:-1], names), 2), "    }"]
-    return PRELUDE + "\n".join([f"KERNEL {function.name}({head}) {{", *body, "}\n"])
+    return PRELUDE + _DEVICE_NUMBERS[kind] + "\n".join([f"KERNEL {function.name}({head}) {{", *body, "}\n"])
 
 
 def inner_products(numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray) -> None:
@@ -332,6 +356,16 @@ def extended_spaces(
                 w[p] *= inverse
 
 
+def conjugate(a: float) -> float:
+    """Return the conjugate of a number, which is complex in kernels for devices only."""
+    return a
+
+
+def real_part(a: float) -> float:
+    """Return the real part of a number."""
+    return a
+
+
 def extended_coefficients(
     count: int, k: int, m: int, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
     state: np.ndarray,
@@ -352,8 +386,8 @@ def extended_coefficients(
                 column = c * m * (m - 1) + count - 1
                 for i in range(count):
                     gram[g + i * m + count - 1] = sums[s + i]
-                    gram[g + (count - 1) * m + i] = sums[s + i]
-                square = sums[s + 2 * count]
+                    gram[g + (count - 1) * m + i] = conjugate(sums[s + i])
+                square = real_part(sums[s + 2 * count])
                 remainder = square
                 for i in range(count):
                     a = 2.0 * sums[s + count + i]
@@ -361,7 +395,7 @@ def extended_coefficients(
                     for p in range(count):
                         a -= gram[row + p] * sums[s + count + p]
                     hessenberg[column + i * (m - 1)] = a
-                    remainder -= a * sums[s + count + i]
+                    remainder -= real_part(a * conjugate(sums[s + count + i]))
                 hessenberg[column + count * (m - 1)] = remainder
                 if not remainder > state[9 * k] * square:
                     state[stop] = count
@@ -376,15 +410,15 @@ def extended_coefficients(
         for c in range(k):
             if state[k + c] > state[2 * k + c] and state[4 * k + c] == count - 1 and state[5 * k + c] == 0.0:
                 column = c * m * (m - 1) + count - 1
-                dot = 0.0
-                for i in range(count):
+                dot = null[c * m] * hessenberg[column]
+                for i in range(1, count):
                     dot += null[c * m + i] * hessenberg[column + i * (m - 1)]
-                norm = math.sqrt(hessenberg[column + count * (m - 1)])
+                norm = math.sqrt(real_part(hessenberg[column + count * (m - 1)]))
                 hessenberg[column + count * (m - 1)] = norm
                 inverse = 1.0 / norm
                 state[6 * k + c] = inverse
                 null[c * m + count] = -dot * inverse
-                state[3 * k + c] += dot * dot * inverse * inverse
+                state[3 * k + c] += real_part(dot * conjugate(dot)) * inverse * inverse
                 state[k + c] = state[c] / math.sqrt(state[3 * k + c])
                 state[4 * k + c] = count
                 if state[k + c] > state[2 * k + c]:

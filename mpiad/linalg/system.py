@@ -130,7 +130,9 @@ class System:
         self._xp: Any = arrays_of(like)
         # From which iterations are compiled; None if they are interpreted.
         has_kernels = self._xp is None or getattr(self._xp, "launcher", None) is not None
-        self.operator = operator if has_kernels and self.dtype.kind == "f" else None
+        # Complex numbers only in GMRES on devices: the other methods' iterations are written for real ones.
+        is_supported = self.dtype.kind == "f" or settings.method == "gmres" and self._xp is not None
+        self.operator = operator if has_kernels and is_supported else None
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0

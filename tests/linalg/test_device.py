@@ -152,6 +152,8 @@ def _solved(put, looks, rows=6, columns=5, lead=(), dtype=float, **settings):
     rng, norms = np.random.default_rng(_RANK), []
     kappa, b = 0.1 + rng.random(domain.local_shape), rng.normal(size=(*lead, *domain.local_shape))
     b[1:2] *= 0.0 if lead else 1.0
+    if np.dtype(dtype).kind == "c":
+        kappa, b = kappa + 1j * rng.normal(size=kappa.shape), b * (1 + 0.3j) + 1j * np.roll(b, 1, -1)
 
     def matvec(u, kappa):
         p = domain.exchange(u)
@@ -180,7 +182,7 @@ def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, meth
     u, norms = _solved(on_device, looks, **settings)
     assert cycles and None not in cycles
     known, of_host = _solved(np.asarray, looks, **settings)
-    rtol = 1e-3 if settings.get("dtype") is np.float32 else 1e-8
+    rtol = 1e-3 if settings.get("dtype") in (np.float32, np.complex64) else 1e-8
     np.testing.assert_allclose(u, known, rtol=rtol, atol=rtol)
     assert len(norms) == len(of_host)
     np.testing.assert_allclose(norms[:10], of_host[:10], rtol=rtol)
@@ -188,6 +190,35 @@ def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, meth
     again, same = _solved(on_device, looks, **settings)
     np.testing.assert_array_equal(again, u)
     assert same == norms
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lead": (3,)},
+        {"dtype": np.complex64, "rtol": 1e-4},
+        {"preconditioner": lambda r, kappa: r / (4 + kappa), "side": "left", "restart": 5},
+    ],
+)
+def test_complex_spaces_do_not_depend_on_when_the_host_looks(looks, monkeypatch, settings):
+    test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, "gmres", {"dtype": complex, **settings})
+
+
+@pytest.mark.serial
+def test_complex_iterations_are_those_of_scipy(looks):
+    """SciPy's GMRES, of the matrix of the operator: the same residuals, and the same number of iterations."""
+    rng, norms, known = np.random.default_rng(2), [], []
+    a, b = rng.normal(size=(2, 20, 20)), rng.normal(size=(2, 20))
+    matrix, right = np.eye(20) * (3 + 4j) + 0.5 * (a[0] + 1j * a[1]), b[0] + 1j * b[1]
+    u = solve(lambda u, m: m @ u, on_device(right), on_device(matrix), method="gmres", rtol=1e-9, callback=norms.append)
+    assert cycles and None not in cycles
+    x, _ = scipy.sparse.linalg.gmres(
+        matrix, right, rtol=1e-9, restart=30, maxiter=30, callback=known.append, callback_type="pr_norm"
+    )
+    np.testing.assert_allclose(on_host(u), x, rtol=1e-7)
+    assert len(norms) == len(known)
+    np.testing.assert_allclose(norms, np.array(known) * np.linalg.norm(right), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.serial
@@ -234,14 +265,15 @@ def test_between_looks_nothing_is_copied_but_messages(looks, monkeypatch, method
 
 
 @pytest.mark.serial
-def test_spaces_in_which_digits_cancel(looks):
+@pytest.mark.parametrize("factor", [1.0, np.exp(0.7j)])
+def test_spaces_in_which_digits_cancel(looks, factor):
     """Steps that the host takes between those of the device, and a space that can't grow; dense solves."""
     rng = np.random.default_rng(1)
     q, _ = np.linalg.qr(rng.standard_normal((30, 30)))
     b = rng.standard_normal((2, 30))
     b[1] = np.where(np.arange(30) < 20, 1.0, 2.0)
     blocks = np.stack([q @ np.diag(np.logspace(0, 7, 30)) @ q.T, np.diag(np.where(np.arange(30) < 20, 2.0, 3.0))])
-    norms = []
+    b, blocks, norms = b * factor, blocks * factor, []
     for put in (on_device, np.asarray):
         of_solve = []
         x = on_host(

@@ -17,9 +17,9 @@ from device_on_cpu import COMPILER
 import mpiad
 import mpiad.device.numpy as np
 from mpiad.domain import Domain
-from mpiad.linalg import compiled_iteration, solve
+from mpiad.linalg import compiled_iteration, krylov, solve
 from mpiad.programs import device_loops, device_replay
-from mpiad.programs.device_loops import DeviceLoop, compiled
+from mpiad.programs.device_loops import OPTIONS, DeviceLoop, compiled
 from mpiad.programs.device_replay import DeviceReplays
 from mpiad.programs.fusion import Loop, Schedule
 
@@ -237,6 +237,12 @@ def test_no_kernel_of_an_iteration_spills(method, architecture, monkeypatch):
     assert found and not any(kernel.spilled for kernel in found)
     # Those of a few numbers run on one multiprocessor.
     assert max(one.registers for one, kernel in zip(found, kernels) if kernel.threads >= 24 * 20) <= 64
+
+
+@pytest.mark.parametrize("kind", ["f", "c"])
+def test_kernels_of_krylov_spaces_do_not_spill(kind):
+    text = krylov._device_text(kind)
+    assert Assembler("sm_90").compiled(text, "extended_coefficients", OPTIONS).spilled == 0
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
