@@ -91,6 +91,8 @@ class LauncherOnCPU:
         if text not in self._libraries:
             base = Path(self._folder.name) / f"kernel{len(self._libraries)}"
             source = re.sub(r"words\[(\d+)\]", rf"(words[\1] - {NOT_AN_ADDRESS}LL)", text) if is_loop else _SHIM + text
+            if len(self._libraries) % 2:  # threads have no order
+                source = source.replace("#define ONE(i, n) EACH(i, n)", "#define ONE(i, n) for (long long i = n; i-- > 0;)")
             base.with_suffix(".cpp").write_text(source)
             flags = ["-O0", "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC"]
             made = subprocess.run([COMPILER, *flags, f"{base}.cpp", "-o", f"{base}.so"], capture_output=True, text=True)
