@@ -26,7 +26,7 @@ import mpiad.device.numpy as np
 from mpiad import parallel
 from mpiad.domain import Domain
 from mpiad.linalg import compiled_iteration, newton, solve
-from mpiad.programs import device_loops, device_replay
+from mpiad.programs import device_loops, device_replay, memory_plan
 from mpiad.programs.device_loops import LoopKernel, compiled
 from mpiad.timestepping import CheckpointSchedule, scan
 
@@ -457,11 +457,24 @@ def test_kernels_with_one_order_do_the_same_in_each_way():
 
 def transported(np, u, a):
     """A program with branches at edges, conditions, arrays that are overwritten, and sums along an axis and of all."""
-    for k in range(3):
-        flux = np.where((u > 0.1 * k) & (np.roll(u, 1, 0) < a), np.roll(u, 1, 0) * a, np.sin(u) + np.roll(u, -1, 1))
+    before = 0.5 * u
+    for k in range(4):
+        is_up = (u > 0.1 * k) & (np.roll(u, 1, 0) < a)
+        flux = np.where(is_up, np.roll(u, 1, 0) * a, np.sin(u) + np.roll(u, -1, 1))
         padded = np.pad(flux, 1, "constant")
-        u = np.maximum(u + 0.1 * flux, 0.2 * padded[2:, 1:-1] - padded[:-2, 1:-1] * u) / (1 + flux**2)
-    return np.sum(u * np.exp(-u) + flux * u**2), np.sum(u * flux + np.cos(u), axis=0), u, u > flux
+        new = np.maximum(u + 0.1 * flux, 0.2 * padded[2:, 1:-1] - padded[:-2, 1:-1] * u) / (1 + flux**2)
+        u, before = np.where(is_up & (new > 0.0), np.cos(new) * before, np.tanh(new) + 0.1 * before), u
+    return np.sum(u * np.cos(u) + flux * u**2), np.sum(u * flux + np.cos(u), axis=0), u, u > flux
+
+
+def leaping(np, u, a):
+    """A leapfrog scheme, in which u overwrites what is still read for w."""
+    v, w = 0.5 * u, 0.1 * u
+    for _ in range(4):
+        new = 2 * u - v + a * (np.roll(u, 1, 0) + np.roll(u, -1, 0) - 2 * u)
+        w = np.cos(np.roll(w, 1, 0) + np.sin(v * np.tanh(v + np.exp(-np.abs(v))))) * v
+        u, v = new, u
+    return np.sum(u * w), np.sum(u * v, axis=0), u, w
 
 
 def rotated(np, u, a):
@@ -475,7 +488,7 @@ def rotated(np, u, a):
 @pytest.mark.serial
 @pytest.mark.skipif(not IS_STAND_IN, reason="a GPU reports what it finds")
 @pytest.mark.parametrize(
-    "fun, dtype, most", [(transported, float, 7), (transported, onp.float32, 11), (rotated, float, 11)]
+    "fun, dtype, most", [(transported, float, 7), (transported, onp.float32, 11), (leaping, float, 5), (rotated, float, 11)]
 )
 def test_loops_whose_kernels_spill_are_divided(fun, dtype, most, rng, launcher, monkeypatch, caplog):
     """The compiler reports that each kernel spills that computes more than `most` numbers."""
@@ -488,6 +501,7 @@ def test_loops_whose_kernels_spill_are_divided(fun, dtype, most, rng, launcher, 
         return made
 
     monkeypatch.setattr(launcher, "compiled", spilling)
+    monkeypatch.setattr(memory_plan, "SMALL", 0)  # also small arrays are overwritten
     caplog.set_level(logging.INFO, "mpiad")
     u, a = rng.normal(size=(9, 14)).astype(dtype), dtype(0.3)
     x, rtol = on_device(u), 1e-11 if dtype is float else 1e-4
@@ -495,6 +509,7 @@ def test_loops_whose_kernels_spill_are_divided(fun, dtype, most, rng, launcher, 
     jitted = mpiad.jit(lambda u, a: fun(np, u, a))
     for each in (u, u[::-1] * 2):
         assert_same(jitted(on_device(each), a), fun(plain, each, a), rtol)
+    assert is_compiled(jitted)
     assert_same(mpiad.value_and_grad(mpiad.jit(loss))(x), [expected(u), autograd.grad(expected)(u)], rtol)
     (message,) = {record.getMessage().partition(";")[0] for record in caplog.records if "divided" in record.msg}
     assert message == "jit: kernels need up to 64 bytes per thread beyond their registers"
@@ -523,6 +538,7 @@ def test_threads_that_compute_two_entries(shape, two_entries, rng):
     gradient = mpiad.value_and_grad(mpiad.jit(loss))(on_device(u))
     assert_same(gradient, [expected(u), autograd.grad(expected)(u)], 1e-4)
     pairs, threads = paired(jitted)
+    assert is_compiled(jitted)
     assert max(pairs) == shape[0] * -(-shape[1] // 2)
     assert len(threads) > len(pairs)  # reductions have threads of their own
     # Not in double precision.
