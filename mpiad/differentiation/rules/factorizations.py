@@ -20,7 +20,7 @@ from functools import partial
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.core import JVPNode, VJPNode
+from autograd.core import JVPNode, VJPNode, make_vjp
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.numpy import linalg
 from autograd.tracer import register_notrace
@@ -44,6 +44,7 @@ from mpiad.differentiation.rules.protocol import (
     refusal,
 )
 from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -59,6 +60,91 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
         return (of_triangle(linalg.solve(_transposed(lower), right), ones, triangle),)
 
     return vjp
+
+
+@primitive
+def adjugate(a: Array) -> Array:
+    """Return det(A) A⁻¹, a polynomial of the entries, also of singular matrices."""
+    recorder = recorder_of(a)
+    if recorder is not None:  # a compiled program calls this function
+        return recorder.call(adjugate, (a,), {})
+    inverse, n = _regular_inverse(a), a.shape[-1]
+    if inverse is not None:
+        return np.linalg.det(a)[..., None, None] * inverse
+    return adjugate_tangent(a, a) / (n - 1) if n > 1 else np.ones_like(a)  # homogeneous, of degree n - 1
+
+
+@primitive
+def adjugate_tangent(a: Array, da: Array) -> Array:
+    """Return the tangent of the adjugate, det(A) (tr(A⁻¹ dA) A⁻¹ - A⁻¹ dA A⁻¹), also of singular matrices."""
+    recorder = recorder_of(a, da)
+    if recorder is not None:
+        return recorder.call(adjugate_tangent, (a, da), {})
+    if _regular_inverse(a) is not None:
+        return _regular_adjugate_tangent(a, da)
+    # In the bases of the singular vectors, the derivatives are products of all singular values but two.
+    u, s, vh = np.linalg.svd(a)
+    left, right = np.conj(np.swapaxes(vh, -1, -2)), np.conj(np.swapaxes(u, -1, -2))
+    one = np.ones_like(s[..., :1])
+    after = np.cumprod(np.concatenate([one, s[..., :0:-1]], -1), -1)[..., ::-1]
+    all_but_one = np.cumprod(np.concatenate([one, s[..., :-1]], -1), -1) * after
+    quotients = all_but_one[..., :, None] / np.where(s > 0, s, np.inf)[..., None, :]
+    all_but_two = np.where(s[..., None, :] > 0, quotients, np.swapaxes(quotients, -1, -2))
+    all_but_two[..., -1, -2:-1] = all_but_two[..., -2:-1, -1] = np.prod(s[..., :-2], axis=-1, keepdims=True)
+    all_but_two = all_but_two * (1 - np.eye(s.shape[-1]))
+    inner = right @ da @ left
+    diagonal = all_but_two @ np.diagonal(inner, axis1=-2, axis2=-1)[..., None]
+    sign = (np.linalg.det(u) * np.linalg.det(vh))[..., None, None]
+    return sign * (left @ (np.eye(s.shape[-1]) * diagonal - all_but_two * inner) @ right)
+
+
+def _regular_adjugate_tangent(a: Array, da: Array) -> Array:
+    inverse = linalg.inv(a)
+    trace = anp.sum(inverse * _transposed(da), axis=(-2, -1), keepdims=True)
+    determinant = anp.reshape(linalg.det(a), (*anp.shape(a)[:-2], 1, 1))
+    return determinant * (trace * inverse - anp.matmul(anp.matmul(inverse, da), inverse))
+
+
+def _regular_inverse(a: Array) -> Array | None:
+    """Return the inverses; None if a matrix on the host is close to singular, where formulas with inverses cancel."""
+    try:
+        inverse = np.linalg.inv(a)
+    except np.linalg.LinAlgError:
+        return None
+    if arrays_of(a) is not None:
+        return inverse
+    conditions = np.linalg.norm(a, axis=(-2, -1)) * np.linalg.norm(inverse, axis=(-2, -1))
+    return None if np.any(conditions > np.finfo(inverse.dtype).eps ** -0.4) else inverse
+
+
+def _through_tangent(g: Array, a: Array) -> Array:
+    return _transposed(adjugate_tangent(a, _transposed(g)))
+
+
+# The derivatives of a determinant are symmetric multilinear forms of the directions.
+def _third_derivative(g: Array, a: Array, da: Array) -> Array:
+    return make_vjp(lambda a: _regular_adjugate_tangent(a, da), a)[0](g)
+
+
+defvjp(adjugate, lambda ans, a: lambda g: _through_tangent(g, a))
+defjvp(adjugate, lambda g, ans, a: adjugate_tangent(a, g))
+defvjp(
+    adjugate_tangent,
+    lambda ans, a, da: lambda g: _third_derivative(g, a, da),
+    lambda ans, a, da: lambda g: _through_tangent(g, a),
+)
+defjvp(
+    adjugate_tangent,
+    lambda g, ans, a, da: _transposed(_third_derivative(_transposed(g), a, da)),
+    lambda g, ans, a, da: adjugate_tangent(a, g),
+)
+
+
+def det_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the transposed adjugate by the cotangent."""
+    bound(linalg.det, "a", args, kwargs)
+    cofactors = _transposed(adjugate(args[0]))
+    return lambda g: (anp.reshape(g, (*anp.shape(g), 1, 1)) * cofactors,)
 
 
 def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -489,6 +575,7 @@ VJPS = {
     least_squares: least_squares_vjp,
     linalg.pinv: pinv_vjp,
     linalg.qr: qr_vjp,
+    linalg.det: det_vjp,
     linalg.slogdet: slogdet_vjp,
     linalg.solve: solve_vjp,
     linalg.svd: svd_vjp,

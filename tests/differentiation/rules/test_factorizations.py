@@ -300,3 +300,48 @@ def test_cholesky_reads_the_lower_triangle(kind, form):
     close(numpy.sum(numpy.real(mpiad.hvp(loss)(a, v) * v)), difference(slope, a, v, 1e-4), 1e-4)
     only = lambda x: loss(np.tril(a + x * v))  # noqa: E731
     close(form(only)(0.0), slope(a), 1e-8)
+
+
+def minors(a):
+    """The cofactors of a matrix, as determinants of its minors."""
+    n = len(a)
+    signs = (-1.0) ** numpy.add.outer(numpy.arange(n), numpy.arange(n))
+    less = lambda i, j: numpy.delete(numpy.delete(a, i, 0), j, 1)  # noqa: E731
+    return signs * numpy.array([[numpy.linalg.det(less(i, j)) for j in range(n)] for i in range(n)])
+
+
+@each_form
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("n, rank", [(n, rank) for n in (1, 2, 3, 4) for rank in range(n + 1)])
+def test_determinants_of_singular_matrices(n, rank, kind, form):
+    """In two directions of a cubic, or a lower, polynomial, central differences of second derivatives are exact."""
+    rng = numpy.random.default_rng(n)
+    normal = lambda *shape: rng.normal(size=shape) + (1j * rng.normal(size=shape) if kind == "complex" else 0.0)  # noqa: E731
+    a, v = normal(2, n, rank) @ normal(2, rank, n), normal(2, n, n)
+    loss = lambda a: np.sum(np.real(np.linalg.det(a)) * numpy.array([1.0, -2.0]))  # noqa: E731
+    weights = numpy.array([1.0, -2.0])[:, None, None]
+    close(form(loss)(a), weights * numpy.stack([minors(x) for x in a]))
+    steps = (0.5, 1.0)  # Richardson's extrapolation: exact for cofactors of degree 3
+    halves = [
+        (numpy.stack([minors(x) for x in a + h * v]) - numpy.stack([minors(x) for x in a - h * v])) / (2 * h) for h in steps
+    ]
+    expected = weights * (4 * halves[0] - halves[1]) / 3
+    close(mpiad.hvp(loss)(a, v), expected)
+    close(mpiad.hvp(mpiad.jit(loss, strict=True))(a, v), expected)
+    close(mpiad.jvp(lambda a: form(loss)(a), a, v)[1], expected)
+    close(mpiad.grad(lambda a: np.sum(np.real(mpiad.grad(loss)(a) * v)))(a), expected)
+
+
+def test_third_derivatives_of_determinants():
+    """∂³ det / ∂a₀₀ ∂a₁₁ ∂a₂₂ = 1, in both modes."""
+    a, units = RNG.normal(size=(3, 3)) + 3 * numpy.eye(3), [numpy.diag(row) for row in numpy.eye(3)]
+    second = lambda a: np.sum(mpiad.hvp(np.linalg.det)(a, units[0]) * units[1])  # noqa: E731
+    expected = numpy.zeros((3, 3))
+    expected[2, 2] = 1.0
+    close(mpiad.grad(second)(a), expected)
+    close([mpiad.jvp(second, a, v)[1] for v in units], [0.0, 0.0, 1.0])
+
+
+def test_determinants_of_matrices_with_nan():
+    with numpy.errstate(invalid="ignore"):
+        assert numpy.all(numpy.isnan(mpiad.grad(np.linalg.det)(numpy.full((2, 2), numpy.nan))))
