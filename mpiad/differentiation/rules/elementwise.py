@@ -7,9 +7,19 @@ from functools import partial
 
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
+from autograd.tracer import trace_primitives_map
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, inherited_vjp, one_negated, one_unchanged
+from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
+    Argnums,
+    Primitive,
+    Vjp,
+    anp,
+    inherited_vjp,
+    one_negated,
+    one_unchanged,
+)
 
 
 @primitive
@@ -21,6 +31,22 @@ def _slope_of_tanh(x: Array) -> Array:
 
 defvjp(_slope_of_tanh, lambda ans, x: lambda g: -2.0 * g * ans * anp.tanh(x))
 defjvp(_slope_of_tanh, lambda g, ans, x: -2.0 * g * ans * anp.tanh(x))
+
+_sign = anp.sign
+
+
+def sign(x: Array, *args: object, **kwargs: object) -> Array:
+    """Return `numpy.sign`, which is z / |z| for complex numbers; its derivative at zero is zero."""
+    if type(x) not in BOX_TYPES or not anp.iscomplexobj(x):
+        return _sign(x, *args, **kwargs)
+    modulus = anp.abs(x)
+    return anp.where(modulus == 0, 0.0, x / anp.where(modulus == 0, 1.0, modulus))
+
+
+if np.sign(1j) == 1j:  # since NumPy 2; before, it was the sign of the real part
+    sign.fun = np.sign  # type: ignore[attr-defined]
+    sign.outer = getattr(_sign, "outer", None)
+    anp.sign = anp.numpy_wrapper.sign = trace_primitives_map[np.sign] = sign
 
 _RULES = {
     anp.negative: lambda x, ans: one_negated,

@@ -103,3 +103,35 @@ def test_large_arrays_work_in_place_on_their_own_memory():
     for fun in FUNCTIONS:
         check(fun, numpy.abs(x) + 1 if fun is np.log else x)
     numpy.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.skipif(numpy.sign(1j) != 1j, reason="before NumPy 2 it is the sign of the real part")
+@pytest.mark.parametrize("module", [np, numpy], ids=["autograd", "numpy"])
+@pytest.mark.parametrize("dtype", [numpy.complex128, numpy.complex64])
+def test_the_sign_of_complex_numbers(dtype, module):
+    """The phase: turning z by an angle changes it by i sign(z), and stretching z doesn't."""
+    z, w = numpy.array([1 + 2j, -0.5 - 0.1j, 0.3 - 2j, 2.0], dtype), numpy.array([1.0, 2.0, -3.0, 4.0], numpy.float32)
+    loss = lambda z: np.sum(np.real(module.sign(z)) * w)  # noqa: E731
+    phase, tolerance = z / abs(z), 1e-5 if dtype is numpy.complex64 else 1e-12
+    of_turn = w * numpy.real(1j * phase)
+    for form in (mpiad.grad(loss), mpiad.grad(mpiad.jit(loss, strict=True)), mpiad.jit(mpiad.grad(loss), strict=True)):
+        for _ in range(2):
+            gradient = form(z)
+            assert gradient.dtype == dtype
+            numpy.testing.assert_allclose(numpy.real(gradient * 1j * z), of_turn, rtol=tolerance, atol=tolerance)
+            numpy.testing.assert_allclose(numpy.real(gradient * z), 0.0, atol=tolerance)
+    turned = mpiad.jvp(loss, z, (1j * z).astype(dtype))[1]
+    numpy.testing.assert_allclose(turned, numpy.sum(of_turn), rtol=tolerance)
+    # The second derivative of cos(angle + t).
+    loss_of_turn = lambda t: np.sum(np.real(module.sign(z * np.exp(1j * t))) * w)  # noqa: E731
+    second = mpiad.hvp(loss_of_turn)(0.0, 1.0)
+    numpy.testing.assert_allclose(second, -numpy.sum(w * numpy.real(phase)), rtol=tolerance)
+
+
+def test_the_sign_at_zero_and_of_real_numbers():
+    at_zero = mpiad.grad(lambda z: np.sum(np.real(np.sign(z))))(numpy.array([0j, 1j]))
+    numpy.testing.assert_allclose(at_zero, [0.0, 1.0])  # Re(z / |z|) at 1j changes by the real part of dz
+    x = numpy.array([1.0, -2.0, 0.0])
+    for fun in (lambda x: np.sum(x * np.sign(x)), lambda x: np.sum(x * numpy.sign(x))):
+        numpy.testing.assert_array_equal(mpiad.grad(fun)(x), [1.0, -1.0, 0.0])
+        numpy.testing.assert_array_equal(mpiad.jit(mpiad.grad(fun), strict=True)(x), [1.0, -1.0, 0.0])
