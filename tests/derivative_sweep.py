@@ -684,7 +684,8 @@ def scipy_section() -> str:
         if module.name == "autograd.scipy.integrate":
             continue
         for name, fun in sorted(vars(importlib.import_module(module.name)).items()):
-            has_rule = callable(fun) and (fun in primitive_vjps or fun in VJP_RULES)
+            primitive = getattr(fun, "__wrapped__", fun)  # of a distribution that takes arguments by keyword
+            has_rule = callable(fun) and (primitive in primitive_vjps or primitive in VJP_RULES)
             if has_rule and (".stats." not in module.name or inspect.ismethod(getattr(fun, "fun", None))):
                 names.append(f"`{module.name.removeprefix('autograd.scipy.')}.{name}`")
     return SCIPY_TEXT.format(functions=wrapped(names))
@@ -712,7 +713,8 @@ SCIPY_TEXT = """
 These functions of `autograd.scipy` have derivatives in all modes, by autograd's rules or ours. The order of a Bessel function
 or of `polygamma` is a constant for them: a traced one raises an error. Those of `stats.multivariate_normal` read the lower triangle of the
 covariance, as SciPy does. The rules of distributions hold inside the support; those of `stats.chi2` need an
-integer `df`. Other functions, such as `linalg.solve`, `inv`, `cholesky` and `cho_factor`, raise a `NotImplementedError` that
+integer `df`. Their arguments may be passed by keyword, as in `stats.gamma.logpdf(x, a=a, scale=s)`, and those with a location
+and a scale take both. Other functions, such as `linalg.solve`, `inv`, `cholesky` and `cho_factor`, raise a `NotImplementedError` that
 says what to call instead, `np.linalg.solve` for example, and so do errors of `scipy` itself. For filters, see
 [filters of SciPy](../sharp_bits.md#a-filter-of-scipy), for banded
 systems the [page on solves](../linalg.md#systems-within-a-rank), and in place of `odeint` [ensembles](../ensembles.md).
@@ -750,7 +752,8 @@ four derivatives {{py:func}}`mpiad.value_and_grad` and its family support for ea
 second order by reverse over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
 0 to 3 axes.
 
-- Pass traced arrays by position: `np.tile(x, 2)`, not `np.tile(A=x, reps=2)`.
+- Pass traced arrays by position: `np.linalg.solve(a, x)`, not `np.linalg.solve(a=a, b=x)`. Distributions of `autograd.scipy.stats`
+  also take them by keyword.
 - `array`, `asarray`, `asanyarray`, `concatenate`, `stack`, `vstack`, `hstack`, `dstack`, `column_stack`, `block`, `append`,
   `select`, `choose`, `linalg.multi_dot` and `linalg.norm` accept lists of traced arrays. Other functions convert a list to an array of objects, for which most functions raise an error,
   as does every operation of such an array with a traced array.
@@ -790,7 +793,7 @@ The results of these functions are sizes, indices, booleans, step functions or a
 
 {constant}.
 
-For complex z, NumPy 2's `sign(z)` is z / |z|, but its derivative is zero here. Write `z / abs(z)` instead.
+For complex z, NumPy 2's `sign(z)` is z / |z|, with its derivative; at zero the derivative is zero.
 
 ## Functions without a derivative
 
@@ -800,8 +803,8 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 {refused}.
 
 The errors of `percentile`, `quantile`, `median`, `cov`, `corrcoef`, `convolve`, `ptp`, `piecewise`, `meshgrid`, `delete`,
-`insert`, `polyval`, `vander`, `extract`, `compress`, `ediff1d`, `histogram` and `linalg.matrix_power` say what to write
-instead, as do those of `linalg.norm` of a matrix.
+`insert`, `polyval`, `polyfit`, `vander`, `extract`, `compress`, `ediff1d`, `histogram`, `correlate`, `unwrap`, `nanmax`, `nanmin`,
+`nanstd`, `nanvar`, `nanprod`, `nanmedian` and `linalg.matrix_power` say what to write instead, as do those of `linalg.norm` of a matrix.
 For a matrix of one column, write `np.sum(np.abs(x))` for `linalg.norm(x, 1)` and `linalg.norm(x)` for `linalg.norm(x, 2)`.
 """
 

@@ -14,6 +14,7 @@ from mpiad._typing import Argnum, Array, Shape, Shared, Tree
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.in_place import as_it_is
 from mpiad.differentiation.objective import PendingError
+from mpiad.differentiation.rules.scipy_solvers import bind_keywords
 from mpiad.differentiation.tape import LibraryTape, OrderedTape, Recording, trace_list, unboxed, without_ended_traces
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conformed, spec_like
@@ -139,6 +140,7 @@ def trace_backwards(
 ) -> Traced:
     """Run a function in reverse mode, with its variables traced; `of_cotangents`, `passes` and `repeats` as in `Tape`."""
     discover()
+    bind_keywords()
     tape, builds = OrderedTape(of_cotangents, passes), list[Any]()
     tape.repeats = repeats
 
@@ -156,6 +158,7 @@ def trace_forwards(
 ) -> tuple[Tree, Tree]:
     """Run a function in forward mode; return its result and the tangent of the result; `repeats` as in `Tape`."""
     discover()
+    bind_keywords()
     tape = TangentTape()
     tape.repeats = repeats
     with restoring_state():

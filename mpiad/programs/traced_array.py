@@ -28,6 +28,7 @@ from mpiad._typing import Array, Index, Shape
 from mpiad.differentiation.advice import SUMS, in_place_of_scipy
 from mpiad.differentiation.rules.einsum import contraction
 from mpiad.differentiation.rules.protocol import COMPOSED, COMPOSITIONS, substitute
+from mpiad.differentiation.rules.scipy_solvers import bind_keywords
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_device_array, register_arrays
@@ -642,6 +643,7 @@ def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _let_functions_record() -> None:
+    bind_keywords()
     for fun in (primitive_vjps.keys() | primitive_jvps.keys() | COMPOSED) - _known_primitives:
         _known_primitives.add(fun)
         function: Any = getattr(fun, "fun", None)

@@ -178,7 +178,7 @@ def composition(fun: Primitive) -> Callable[[Function], Function]:
 
     def decorator(composed: Function) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
-            return (composed if _holds_box((args, *kwargs.values())) else fun)(*args, **kwargs)
+            return (composed if holds_box((args, *kwargs.values())) else fun)(*args, **kwargs)
 
         function.__name__, function.__doc__ = name, fun.__doc__
         function.__wrapped__ = fun  # type: ignore[attr-defined]
@@ -192,8 +192,9 @@ def composition(fun: Primitive) -> Callable[[Function], Function]:
     return decorator
 
 
-def _holds_box(x: object) -> bool:
-    return type(x) in BOX_TYPES or isinstance(x, (list, tuple)) and any(map(_holds_box, x))
+def holds_box(x: object) -> bool:
+    """Return whether an object, or a list or tuple, holds a traced value."""
+    return type(x) in BOX_TYPES or isinstance(x, (list, tuple)) and any(map(holds_box, x))
 
 
 def recorder_of(*args: Array) -> Any:

@@ -3,19 +3,25 @@
 Autograd's rules reject some keyword arguments and several right-hand sides of a banded system with traced bands, ignore
 `unit_diagonal`, and are wrong for complex matrices. The rules here are found by the names of the functions, since only
 programs that call them import SciPy. A rule gets the call's arguments as they were passed.
+
+Autograd differentiates arguments that are passed by position, and many of its distributions have no `loc` and `scale`.
+`bind_keywords` lets distributions take traced arguments by keyword, and a location and a scale.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.factorizations import of_triangle
-from mpiad.differentiation.rules.protocol import SCIPY_VJPS, Argnums, Primitive, Vjp, VjpMaker, refusal
+from mpiad.differentiation.rules.protocol import SCIPY_VJPS, Argnums, Primitive, Vjp, VjpMaker, holds_box, refusal
 
 
 def _passed(rule: Callable[..., Vjp]) -> VjpMaker:
@@ -165,3 +171,49 @@ SCIPY_VJPS["multivariate_normal.logpdf"] = _normal_density_vjp(True)
 SCIPY_VJPS["multivariate_normal.pdf"] = _normal_density_vjp(False)
 SCIPY_VJPS["multivariate_normal.entropy"] = normal_entropy_vjp
 SCIPY_VJPS.update(solve_triangular=solve_triangular_vjp, solve_banded=solve_banded_vjp, sqrtm=sqrtm_vjp)
+
+# The parameters of distributions, in SciPy's order; those with a location and a scale have functions of (x - loc) / scale.
+_STANDARD = {"norm": "x", "t": "x df", "gamma": "x a", "beta": "x a b", "chi2": "x df", "poisson": "k mu"}
+_OF_VECTORS = {"multivariate_normal": "x mean cov allow_singular", "dirichlet": "x alpha"}
+_DEFAULTS = {"mean": None, "cov": 1, "allow_singular": False}
+_BOUND: set[Any] = set()
+
+
+def _with_keywords(fun: Primitive, names: list[str], is_standard: bool) -> Function:
+    """Let a function of a distribution take traced arguments by keyword; with `loc` and `scale`, by its standard form."""
+    known = [*names, "loc", "scale"] if is_standard else names
+    by_position = known if names == ["x"] or not is_standard else names  # autograd's rules for `norm` have both
+
+    @wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Array:
+        if (not kwargs and len(args) <= len(by_position)) or not holds_box((*args, *kwargs.values())):
+            return fun(*args, **kwargs)
+        named = {**dict(zip(known, args)), **kwargs}
+        needed = [name for name in names if name in named or name not in _DEFAULTS]
+        if not set(needed) <= named.keys() <= set(known) or len(args) > len(known):
+            return fun(*args, **kwargs)  # SciPy's error
+        loc, scale = named.pop("loc", 0.0), named.pop("scale", 1.0)
+        if names == ["x"]:
+            return fun(named["x"], loc, scale)
+        if not is_standard:
+            last = max(map(names.index, named))
+            return fun(*[named[name] if name in named else _DEFAULTS[name] for name in names[: last + 1]])
+        scale = anp.where(scale > 0, scale, np.nan)
+        value = fun((named[names[0]] - loc) / scale, *[named[name] for name in names[1:]])
+        return value - anp.log(scale) if fun.__name__ == "logpdf" else value / scale if fun.__name__ == "pdf" else value
+
+    return function
+
+
+def bind_keywords() -> None:
+    """Let the functions of `autograd.scipy.stats` take traced arguments by keyword, once a program has imported it."""
+    stats: Any = sys.modules.get("autograd.scipy.stats")
+    if stats is None or stats in _BOUND:
+        return
+    _BOUND.add(stats)
+    for distribution, names in (_STANDARD | _OF_VECTORS).items():
+        module = getattr(stats, distribution)
+        for name, fun in list(vars(module).items()):
+            if type(getattr(getattr(fun, "fun", None), "__self__", None)).__module__.startswith("scipy.stats."):
+                kept = names.split()[1:3] if name == "entropy" else names.split()
+                setattr(module, name, _with_keywords(fun, kept, distribution in _STANDARD))

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import scipy.stats
 from autograd.scipy import linalg as solvers
+from autograd.scipy import stats as autograd_stats
 from autograd.scipy.stats import multivariate_normal
 
 import mpiad
@@ -149,3 +150,56 @@ def test_the_density_of_singular_covariances_is_refused_by_its_name(density):
     fun = getattr(multivariate_normal, density)
     with pytest.raises(NotImplementedError, match=f"^{density} can't .* covariance with allow_singular=True"):
         mpiad.grad(lambda cov: fun(V, V, cov, True))(numpy.eye(len(V)))
+
+
+# Calls with a traced x: scale = exp(x) and so on, by keyword or by position.
+COUNTS, POINTS = numpy.arange(3) + 1, numpy.array([0.6, 1.1, 2.3])
+BY_KEYWORD = {
+    "location and scale": lambda s, x: s.norm.logpdf(POINTS, loc=x, scale=np.exp(x)),
+    "scale": lambda s, x: s.norm.pdf(POINTS, scale=np.exp(x)),
+    "all": lambda s, x: s.norm.logcdf(x=x, loc=0.2 * x, scale=2.0),
+    "both ways": lambda s, x: s.norm.sf(x, 0.3, scale=np.exp(x)),
+    "constants": lambda s, x: s.norm.logsf(x, loc=0.3, scale=2.0),
+    "t": lambda s, x: s.t.logpdf(POINTS, df=4.0 + x, loc=0.1 * x, scale=np.exp(x)),
+    "t, by position": lambda s, x: s.t.cdf(POINTS, 4.0, x, np.exp(x)),
+    "gamma": lambda s, x: s.gamma.logpdf(POINTS, a=3.0 + x, scale=np.exp(x)),
+    "gamma, by position": lambda s, x: s.gamma.pdf(POINTS, 3.0 + x, 0.1 * x, np.exp(x)),
+    "beta": lambda s, x: s.beta.logpdf(POINTS / 9, 2.0 + x, b=3.0, loc=-0.1),
+    "beta, scaled": lambda s, x: s.beta.cdf(POINTS, 2.0, 3.0, scale=9.0 + x),
+    "chi2": lambda s, x: s.chi2.pdf(np.exp(x), df=3, loc=-0.5),
+    "poisson": lambda s, x: s.poisson.logpmf(COUNTS, mu=np.exp(x), loc=1),
+    "normal vectors": lambda s, x: s.multivariate_normal.logpdf(POINTS, mean=x, cov=np.diag(np.exp(x))),
+    "normal vectors without mean": lambda s, x: s.multivariate_normal.pdf(POINTS, cov=np.diag(np.exp(x))),
+    "entropy": lambda s, x: s.multivariate_normal.entropy(cov=np.diag(np.exp(x))),
+    "dirichlet": lambda s, x: s.dirichlet.logpdf(numpy.array([0.2, 0.3, 0.5]), alpha=np.exp(x)),
+}
+
+
+@pytest.mark.parametrize("name", BY_KEYWORD)
+def test_arguments_of_distributions_by_keyword(name):
+    call, w = BY_KEYWORD[name], numpy.array([1.0, -2.0, 3.0])
+    loss = lambda x, s=autograd_stats: np.sum(call(s, x) * w)  # noqa: E731
+    expected = [(loss(X + h, scipy.stats) - loss(X - h, scipy.stats)) / 2e-5 for h in 1e-5 * numpy.eye(3)]
+    is_compiled = name != "dirichlet"  # SciPy's function looks at the values
+    for derivative in (mpiad.grad(loss), mpiad.grad(mpiad.jit(loss)), mpiad.jit(mpiad.grad(loss), strict=is_compiled)):
+        numpy.testing.assert_allclose(derivative(X), expected, rtol=1e-6, atol=1e-8)
+    value, tangent = mpiad.jvp(loss, X, V)
+    numpy.testing.assert_allclose([value, tangent], [loss(X, scipy.stats), expected @ V], rtol=1e-6, atol=1e-8)
+    slope = lambda x: (loss(x + 1e-4 * V, scipy.stats) - loss(x - 1e-4 * V, scipy.stats)) / 2e-4  # noqa: E731
+    second = (slope(X + 1e-3 * V) - slope(X - 1e-3 * V)) / 2e-3
+    numpy.testing.assert_allclose(mpiad.hvp(loss)(X, V) @ V, second, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5])
+def test_a_scale_that_is_not_positive_gives_nan(scale):
+    for name in ("pdf", "logpdf", "cdf"):
+        fun = getattr(autograd_stats.gamma, name)
+        value, _ = mpiad.value_and_grad(lambda x, fun=fun: fun(0.7, 2.0, scale=x))(scale)
+        with numpy.errstate(divide="ignore"):
+            assert numpy.isnan(value) and numpy.isnan(getattr(scipy.stats.gamma, name)(0.7, 2.0, scale=scale))
+
+
+def test_wrong_arguments_of_distributions_raise_scipys_errors():
+    for call in (lambda x: autograd_stats.gamma.pdf(0.7, scale=x), lambda x: autograd_stats.norm.pdf(0.7, sigma=x)):
+        with pytest.raises(TypeError):
+            mpiad.grad(call)(1.5)
