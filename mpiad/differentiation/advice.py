@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 import autograd.numpy as anp
 from autograd.core import VJPNode, primitive_vjps
-from autograd.tracer import notrace_primitives
+from autograd.tracer import Box, notrace_primitives
 
 from mpiad.differentiation.rules import VJP_RULES
 
@@ -35,6 +35,16 @@ _NO_DIAGONAL = (
 # Plain NumPy converts an element, or an argument such as the probabilities of a random choice.
 _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
+_NO_SUM_WITH_SPARSE = "A sparse matrix of SciPy can't be added to a traced array: write A.toarray() + x."
+_NO_PRODUCT_FROM_LEFT = "For x @ A with a sparse matrix A of SciPy write mpiad.linalg.sparse_matmul(A.T, x.T).T."
+_NO_SUBCLASS = (
+    "Arrays with arithmetic of their own don't hold traced values: of np.matrix make an array, a = np.asarray(a), and "
+    "write a @ x for the product; of a masked array, np.where(a.mask, 0.0, a.data)."
+)
+_SINGULAR = (
+    "np.linalg.inv, solve or slogdet, or a derivative of theirs, got a matrix without an inverse. Regularize it, for "
+    "example a + 1e-8 * np.eye(n), or write np.linalg.pinv(a) or np.linalg.lstsq(a, b, rcond=None)[0]."
+)
 _NO_OBJECTS = (
     "Write np.dot(a, x) instead of a.dot(x), call the functions of autograd.numpy (import autograd.numpy as np) instead of "
     f"plain NumPy's, and pass np.array(xs) instead of a list xs of traced arrays. {_NO_SPARSE}"
@@ -82,6 +92,11 @@ _OTHER_FUNCTIONS = (
         "With d = x - np.mean(x, axis=1, keepdims=True), the covariances of the rows of x are np.dot(d, d.T) / (x.shape[1] "
         "- 1), and with e = d / np.sqrt(np.sum(d**2, axis=1, keepdims=True)) their correlations are np.dot(e, e.T).",
     ),
+    (r"^correlate can't be", 'Call autograd.scipy.signal.convolve(x, np.conj(y)[::-1], mode="valid").'),
+    (r"^unwrap can't be", "Write x + (np.unwrap(v) - v) with v = mpiad.stop_gradient(x): it adds constants."),
+    (r"^polyfit can't be", "Write np.linalg.lstsq(x[:, None] ** np.arange(degree, -1, -1), y, rcond=None)[0]."),
+    (r"^nan(max|min) can't be", "Write np.max(np.where(np.isnan(x), -np.inf, x), axis), or np.min and np.inf."),
+    (r"^nan(std|var|prod|median) can't be", "Call the function without nan of x[~np.isnan(x)]."),
     (r"^convolve can't be", 'Call autograd.scipy.signal.convolve(x, y, mode="full").'),
     (r"^ptp can't be", "Write np.max(x, axis) - np.min(x, axis)."),
     (r"^piecewise can't be", "Write np.where(x < 0, f(x), g(x)), or np.select(conditions, [f(x), g(x)], default)."),
@@ -147,7 +162,15 @@ _ADVICE = (
         _OTHER_ARGUMENTS,
     ),
     (r"element with a sequence.*Box'", _NO_CONVERSION),
-    (r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object", _NO_TRACED_ENTRIES),
+    (r"^Singular matrix *$", _SINGULAR),
+    (r"sparse array (is not|from a nonzero scalar is not) supported|a nonzero scalar to a sparse", _NO_SUM_WITH_SPARSE),
+    (r"^matmul: Input operand [01] does not have enough dimensions", _NO_PRODUCT_FROM_LEFT),
+    (r"w\.r\.t\. type <class 'numpy\.(matrix|ma\.)", _NO_SUBCLASS),
+    (
+        r"no supported conversion for types: \(dtype\('O'\)|scipy\.sparse does not support dtype object|"
+        r"^Different number of diagonals and offsets",
+        _NO_TRACED_ENTRIES,
+    ),
     (r"no supported conversion for types: .*O|w\.r\.t\. type <class 'scipy\.sparse", _NO_SPARSE),
     (
         r"Box' object does(n't| not) support item|__array_ufunc__\(.*out=.*Box|"
@@ -155,7 +178,10 @@ _ADVICE = (
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
-    (r"dtype\('O'\) with shape", f"{_NO_PLAIN_NUMPY} Of lists with traced values make arrays by np.array."),
+    (
+        r"dtype\('O'\) with shape|^loop of ufunc .*Box",
+        f"{_NO_PLAIN_NUMPY} Of lists with traced values make arrays by np.array.",
+    ),
     (
         r"(loop of ufunc|__array_ufunc__).*Box|which has no callable \w+ method|(number|integers or slices), not '?\w*Box|"
         r"Box' object cannot be interpreted|Box\.__format__|dtype\('O'\)|[Uu]nsupported dtype object|"
@@ -180,7 +206,8 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     if text.startswith(_CONVERSION):
         _explain_conversion(error, trace)
         return
-    advice = _advice_for(f"{text} {error.__cause__ or ''}")
+    advice = _keyword_advice(trace) if "can't be differentiated" not in text else None
+    advice = advice or _advice_for(f"{text} {error.__cause__ or ''}")
     if "must be real number, not" in text and _is_assignment(trace):  # of an element of a complex array
         advice = _NO_ASSIGNMENT
     if advice is not None and trace is not None:
@@ -196,6 +223,18 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     note = getattr(error, "add_note", None)
     if advice not in str(error) and note is not None:
         note(advice)
+
+
+def _keyword_advice(trace: TracebackType | None) -> str | None:
+    """Return advice if the exception was raised by a function of autograd that got a traced value by keyword."""
+    for frame, _ in walk_tb(trace):
+        if frame.f_code.co_name == "f_wrapped" and frame.f_globals.get("__name__") == "autograd.tracer":
+            local = frame.f_locals
+            names = " and ".join(f"{name}=" for name, x in local.get("kwargs", {}).items() if type(x) in Box.types)
+            if names:
+                function = getattr(local.get("f_wrapped"), "__name__", "The function")
+                return f"{function} got a traced value by keyword, {names}: only positional arguments have derivatives."
+    return None
 
 
 def _is_assignment(trace: TracebackType | None) -> bool:

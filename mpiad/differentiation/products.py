@@ -203,7 +203,12 @@ def _pushed(fun: Function, argnum: Argnum, call: str) -> Callable[..., Callable]
     def at(*args: Any, **kwargs: Any) -> Callable:
         variables = variables_of(args, argnum, call)
 
-        def evaluate(v: Tree) -> tuple[Tree, Tree]:
+        def evaluate(v: Tree, *others: Tree) -> tuple[Tree, Tree]:
+            if others:
+                raise TypeError(
+                    f"make_jvp: the product takes one direction v, but got {1 + len(others)}. Pass the directions of "
+                    "several arguments as a tuple: make_jvp(fun, (0, 1))(x, y)((v, w))."
+                )
             leaves = _leaves_of(v, variables.build(variables.leaves), f"{call}: v", "argument")
             tangents = [_shaped(leaves[place], variables.leaves[place], call) for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)

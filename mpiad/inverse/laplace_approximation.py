@@ -201,7 +201,7 @@ def laplace_approximation(
         text = (
             f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}. "
             "The data determine directions with eigenvalues above 1 more than the prior does, and some may be missing. "
-            "The computed variance is too large: increase k."
+            "Then the computed variance is too large: increase k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Posterior(copied(m), prior, pairs)  # a program may change m later

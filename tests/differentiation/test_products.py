@@ -312,3 +312,8 @@ def test_complex_directions_of_real_variables_are_refused(rank, size):
         mpiad.hvp(energy)(x, np.ones(len(x) + 1))
     # A complex variable has complex directions.
     np.testing.assert_allclose(mpiad.jvp(lambda x: x**2, 1.0 + 1j, 2j)[1], 2 * (1 + 1j) * 2j, rtol=1e-15)
+
+
+def test_directions_of_several_arguments_are_a_tuple():
+    with pytest.raises(TypeError, match=r"make_jvp: the product takes one direction v, but got 2\. .*\(\(v, w\)\)\."):
+        mpiad.make_jvp(lambda x, y: x * y, (0, 1))(2.0, 3.0)(1.0, 1.0)

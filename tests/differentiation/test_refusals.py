@@ -136,6 +136,31 @@ OTHER_FUNCTIONS: dict[str, tuple[Callable, tuple[str, ...], Callable]] = {
         ('autograd.scipy.signal.convolve(x, y, mode="full")',),
         lambda x: anp.sum(convolve(x[0], x[1], mode="full") ** 2),
     ),
+    "correlate": (
+        lambda x: anp.sum(anp.correlate(x[0], x[1, :2]) ** 2),
+        ('autograd.scipy.signal.convolve(x, np.conj(y)[::-1], mode="valid")',),
+        lambda x: anp.sum(convolve(x[0], anp.conj(x[1, :2])[::-1], mode="valid") ** 2),
+    ),
+    "unwrap": (
+        lambda x: anp.sum(anp.unwrap(9.0 * x[0]) * np.arange(5)),
+        ("x + (np.unwrap(v) - v)", "v = mpiad.stop_gradient(x)"),
+        lambda x: anp.sum((9.0 * x[0] + (np.unwrap(v := mpiad.stop_gradient(9.0 * x[0])) - v)) * np.arange(5)),
+    ),
+    "polyfit": (
+        lambda x: anp.sum(anp.polyfit(np.arange(5.0), x[0], 2) ** 2),
+        ("np.linalg.lstsq(x[:, None] ** np.arange(degree, -1, -1), y, rcond=None)[0]",),
+        lambda x: anp.sum(anp.linalg.lstsq(np.arange(5.0)[:, None] ** np.arange(2, -1, -1), x[0], rcond=None)[0] ** 2),
+    ),
+    "nanmax": (
+        lambda x: anp.nanmax(anp.where(MASK, x, np.nan), 0)[1],
+        ("np.max(np.where(np.isnan(x), -np.inf, x), axis)",),
+        lambda x: anp.max(anp.where(MASK, x, -np.inf), 0)[1],
+    ),
+    "nanstd": (
+        lambda x: anp.nanstd(anp.where(MASK, x, np.nan)),
+        ("without nan of x[~np.isnan(x)]",),
+        lambda x: anp.std(x[MASK]),
+    ),
     "ptp": (
         lambda x: anp.ptp(x, 0)[0],
         ("np.max(x, axis) - np.min(x, axis)",),
@@ -255,8 +280,8 @@ def test_a_traced_order_is_refused(name: str) -> None:
 
 def test_arguments_of_distributions_without_rules_are_named() -> None:
     calls = [
-        ("cdf", lambda x: autograd.scipy.stats.t.cdf(x, 4.0, x**2, x + 1)),
-        ("logpdf", lambda x: autograd.scipy.stats.gamma.logpdf(x, 2.0, 0.0, 1.5)),
+        ("cdf", lambda x: autograd.scipy.stats.t.cdf(x, 4.0 + x)),
+        ("cdf", lambda x: autograd.scipy.stats.gamma.cdf(x, a=2.0 + x, loc=-1.0)),
         ("logpdf", lambda x: autograd.scipy.stats.chi2.logpdf(x, x + 1)),
     ]
     for name, fun in calls:
@@ -427,6 +452,55 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
         TypeError,
         "no supported conversion",
         r"mpiad\.segment_sum\(entries",
+    ),
+    "product of a traced array and a sparse matrix": (
+        lambda x: anp.sum(x @ csr_matrix(np.eye(3))),
+        ValueError,
+        "enough dimensions",
+        r"x @ A with .* mpiad\.linalg\.sparse_matmul\(A\.T, x\.T\)\.T",
+    ),
+    "sum with a sparse matrix": (
+        lambda x: anp.sum(csr_matrix(np.eye(3)) + anp.outer(x, x)),
+        NotImplementedError,
+        "nonzero scalar",
+        r"write A\.toarray\(\) \+ x",
+    ),
+    "only a traced diagonal": (
+        lambda x: anp.sum(diags(x) @ np.ones(3)),
+        ValueError,
+        "diagonals and offsets",
+        r"mpiad\.segment_sum\(entries",
+    ),
+    "matrix": (lambda x: anp.sum(x * np.matrix(np.eye(3))), TypeError, "numpy.matrix", r"a = np\.asarray\(a\)"),
+    "masked array": (
+        lambda x: anp.sum(x * np.ma.masked_array(np.ones(3), np.eye(3)[0])),
+        TypeError,
+        "MaskedArray",
+        r"np\.where\(a\.mask, 0\.0, a\.data\)",
+    ),
+    "singular matrix": (
+        lambda x: anp.sum(anp.linalg.inv(0.0 * anp.outer(x, x))),
+        np.linalg.LinAlgError,
+        "Singular matrix",
+        r"a \+ 1e-8 \* np\.eye\(n\).*np\.linalg\.pinv\(a\)",
+    ),
+    "keyword": (
+        lambda x: anp.sum(anp.interp([0.5, 1.5], [0.0, 1.0, 2.0], fp=x)),
+        TypeError,
+        "Cannot cast",
+        r"interp got a traced value by keyword, fp=: only positional arguments have derivatives",
+    ),
+    "two keywords": (
+        lambda x: anp.sum(anp.linalg.solve(a=anp.outer(x, x) + np.eye(3), b=x)),
+        TypeError,
+        "Cannot cast",
+        r"solve got a traced value by keyword, a= and b=:",
+    ),
+    "list": (
+        lambda x: anp.sum(anp.exp([x[0], x[1]])),
+        TypeError,
+        "no callable exp method",
+        AUTOGRAD + r".*lists.*np\.array",
     ),
     "traced diagonal": (
         lambda x: anp.sum(diags([x], [0]) @ np.ones(3)),
