@@ -181,7 +181,8 @@ _BOUND: set[Any] = set()
 
 def _with_keywords(fun: Primitive, names: list[str], is_standard: bool) -> Function:
     """Let a function of a distribution take traced arguments by keyword; with `loc` and `scale`, by its standard form."""
-    known = [*names, "loc", "scale"] if is_standard else names
+    of_standard = ["loc", "scale"] if names[0] == "x" else ["loc"]  # of whole numbers k
+    known = [*names, *of_standard] if is_standard else names
     by_position = known if names == ["x"] or not is_standard else names  # autograd's rules for `norm` have both
 
     @wraps(fun)
