@@ -37,8 +37,8 @@ _NO_CONVERSION = f"{_NO_ASSIGNMENT} To a function of plain NumPy {_STOP}"
 _NO_SPARSE = "mpiad.linalg.sparse_matmul(A, x) is the product of a constant sparse matrix of SciPy with a traced array."
 _NO_SUM_WITH_SPARSE = "A sparse matrix of SciPy can't be added to a traced array: write A.toarray() + x."
 _NO_PRODUCT_FROM_LEFT = (
-    "The operator @ takes no numbers: write x * a. With a sparse matrix A of SciPy, write mpiad.linalg.sparse_matmul(A.T, "
-    "x.T).T for x @ A."
+    "The operator @ takes no numbers: write x * a. For x @ A with a sparse matrix A of SciPy, write "
+    "mpiad.linalg.sparse_matmul(A.T, x.T).T."
 )
 _NO_SUBCLASS = (
     "Arrays with arithmetic of their own don't hold traced values: of np.matrix make an array, a = np.asarray(a), and "

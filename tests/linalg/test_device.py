@@ -177,6 +177,7 @@ def _solved(put, looks, rows=6, columns=5, lead=(), dtype=float, **settings):
     ],
 )
 @AHEAD
+@pytest.mark.unguarded
 def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, method, settings):
     settings = {**settings, "method": method}
     u, norms = _solved(on_device, looks, **settings)
@@ -201,11 +202,13 @@ def test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, meth
         {"preconditioner": lambda r, kappa: r / (4 + kappa), "side": "left", "restart": 5},
     ],
 )
+@pytest.mark.unguarded
 def test_complex_spaces_do_not_depend_on_when_the_host_looks(looks, monkeypatch, settings):
     test_solutions_do_not_depend_on_when_the_host_looks(looks, monkeypatch, "gmres", {"dtype": complex, **settings})
 
 
 @pytest.mark.serial
+@pytest.mark.unguarded
 def test_complex_iterations_are_those_of_scipy(looks):
     """SciPy's GMRES, of the matrix of the operator: the same residuals, and the same number of iterations."""
     rng, norms, known = np.random.default_rng(2), [], []
@@ -239,6 +242,7 @@ def test_iterations_are_those_of_scipy(looks):
 
 
 @AHEAD
+@pytest.mark.unguarded
 def test_between_looks_nothing_is_copied_but_messages(looks, monkeypatch, method):
     copies = []
     kind, name = (krylov.DeviceArnoldi, "advance") if method == "gmres" else (system.Iterations, "_run_ahead")
@@ -266,6 +270,7 @@ def test_between_looks_nothing_is_copied_but_messages(looks, monkeypatch, method
 
 @pytest.mark.serial
 @pytest.mark.parametrize("factor", [1.0, np.exp(0.7j)])
+@pytest.mark.unguarded
 def test_spaces_in_which_digits_cancel(looks, factor):
     """Steps that the host takes between those of the device, and a space that can't grow; dense solves."""
     rng = np.random.default_rng(1)
@@ -314,6 +319,7 @@ def test_failures_are_those_of_the_host(looks, method, maxiter):
 
 
 @pytest.mark.serial
+@pytest.mark.unguarded
 def test_operators_that_a_method_cannot_solve(looks):
     """Indefinite, singular and unsymmetric operators, a breakdown, NaN and overflow: the errors and results of the host."""
     d = np.linspace(-1.0, 3.0, 8)
