@@ -17,7 +17,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -97,13 +97,16 @@ class Item(NamedTuple):
         return "segments" if any(isinstance(source, Lookup) for source in sources) else "axes"
 
 
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # the first index, and the last index plus one, along each axis
+
+
 class Loop(NamedTuple):
     """A loop that computes arrays with one index space."""
 
     shape: Shape
     items: tuple[Item, ...]
     inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
-    without: Sequence[tuple[int, int]] | None = None  # a box of indices that the loop leaves out
+    without: _Box | None = None  # a box of indices that the loop leaves out
 
 
 class Run(NamedTuple):
@@ -538,7 +541,7 @@ class Schedule:
         targets: list[tuple[int, Place | None, bool]] = []
         places: list[Place] = []
         before = len(self.steps)
-        margins: dict[Any, list[Item]] = {}  # items of loops, by their index spaces and boxes left out
+        margins: dict[tuple[Shape, _Box], list[Item]] = {}  # items of loops, by their index spaces and boxes left out
         for n in group:
             operator, node, (x,) = self._operators[n], self.nodes[n], self.nodes[n].inputs
             rest, shape = node.data.args[1:], self.nodes[x].shape
@@ -583,7 +586,7 @@ class Schedule:
             return False
         return self._exchanges <= _MOST_EXCHANGES and users[0] not in {*self._kept, *self.program.outputs}
 
-    def _margins(self, n: int, place: Place) -> Iterable[tuple[tuple[Shape, Any], Item]]:
+    def _margins(self, n: int, place: Place) -> Iterable[tuple[tuple[Shape, _Box], Item]]:
         """Yield items that store what an operator reads, with the shapes of loops and the boxes that these leave out."""
         (x,) = self.nodes[n].inputs
         node = self.nodes[x]
