@@ -135,10 +135,11 @@ def working_in_place(node: Node) -> InPlace | None:
     return call.fun.in_place
 
 
-# An argument of a program isn't copied to the buffer of its halo if an exchange leaves at least so many entries unread, in
-# programs of at most so many exchanges. The loops that read it take about twice as long to compile, and can't share their
-# kernels with later steps, whose arrays are computed in such buffers.
-LEAST_UNREAD, _MOST_EXCHANGES = 1 << 17, 4
+# An argument of a program isn't copied to the buffer of its halo if an exchange leaves at least so many entries unread, and
+# at least this share of all, in programs of at most so many exchanges. The loops that read it take about twice as long to
+# compile, and can't share their kernels with later steps, whose arrays are computed in such buffers. With thicker margins,
+# as those of blocks of 96³ cells, they take longer than the copy.
+LEAST_UNREAD, LEAST_SHARE, _MOST_EXCHANGES = 1 << 17, 15 / 16, 4
 
 
 def unread(node: Node, shape: Shape) -> list[tuple[int, int]]:

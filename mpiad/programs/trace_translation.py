@@ -36,7 +36,7 @@ from mpiad.programs.array_program import (
     of_view,
     without_memory,
 )
-from mpiad.programs.fusion import LEAST_UNREAD, unread, working_in_place
+from mpiad.programs.fusion import LEAST_SHARE, LEAST_UNREAD, unread, working_in_place
 from mpiad.programs.number_conditions import MOST_NUMBERS
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import (
@@ -207,7 +207,7 @@ class _Translation:
         (x,), starts = node.inputs, operator.given(*node.data.args[1:])
         shape, lead = program.nodes[x].shape, len(node.shape) - len(starts)
         entries = math.prod([end - start for start, end in unread(node, shape)])
-        if not self._is_argument(x, lead) or entries < max(LEAST_UNREAD, math.prod(shape) // 2):
+        if not self._is_argument(x, lead) or entries < max(LEAST_UNREAD, LEAST_SHARE * math.prod(shape)):
             return n
         return program.add("update", (n, x), node.shape, node.dtype, (*[0] * lead, *starts))
 
