@@ -70,7 +70,6 @@ _UNREPEATABLE = frozenset(
     savez_compressed savetxt tofile dump""".split()
 )
 _OF_DISTRIBUTIONS = frozenset({"rvs", "resample"})  # methods that draw, refused for the result of a call, too
-_WITH_KEYWORDS = "mpiad.differentiation.rules.scipy_solvers"  # its functions take the place of autograd's distributions
 _NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = (*_NUMBERS_AND_TEXTS, np.generic, CodeType, range, type(...), type(NotImplemented), np.dtype)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, slice, partial)
@@ -207,8 +206,8 @@ class FunctionReader:
         if type(value) in _NUMBERS_AND_TEXTS:
             self.constant(value)
             return
-        if type(value) is FunctionType and value.__globals__.get("__name__") == _WITH_KEYWORDS:
-            value = getattr(value, "__wrapped__", value)  # as before the first trace
+        if type(value) is FunctionType:
+            value = getattr(value, "in_place_of", value)  # a primitive of autograd, which the first trace has replaced
         if self.is_known(value):
             return
         module = "numpy" if isinstance(value, np.ufunc) else str(getattr(value, "__module__", ""))

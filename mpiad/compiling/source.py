@@ -210,9 +210,14 @@ def _function(name: str, arguments: Sequence[str], body: list[str], outputs: Seq
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented([*body, result])]) + "\n"
 
 
-def reads_of(statements: Sequence[str]) -> list[list[int]]:
+def targets_of(statements: Sequence[str]) -> list[str]:
+    """Return the variables and entries to which statements assign."""
+    return [statement.partition(" = ")[0] for statement in statements]
+
+
+def operands_of(statements: Sequence[str]) -> list[list[int]]:
     """Return, for each of some assignments to new targets, those whose targets it reads."""
-    places = {statement.partition(" = ")[0]: k for k, statement in enumerate(statements)}
+    places = {target: k for k, target in enumerate(targets_of(statements))}
     words = [statement.partition(" = ")[2].translate(_SEPARATORS).split() for statement in statements]
     return [sorted({places[word] for word in each if word in places}) for each in words]
 
@@ -223,7 +228,7 @@ def with_few_live(statements: Sequence[str], first: Container[str] = ()) -> list
     `first`: variables that are assigned before all others. The method is greedy: next comes the statement that, with the
     loads it needs, adds the fewest live variables.
     """
-    targets, reads = [statement.partition(" = ")[0] for statement in statements], reads_of(statements)
+    targets, reads = targets_of(statements), operands_of(statements)
     users: list[set[int]] = [set() for _ in statements]  # that are left
     for k, found in enumerate(reads):
         for i in found:

@@ -32,11 +32,11 @@ from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import address_of
 from mpiad.compiling.c_translation import PRELUDE, c_lines
 from mpiad.compiling.program import OPERATIONS
-from mpiad.compiling.source import indented, number, reads_of, with_few_live
+from mpiad.compiling.source import indented, number, operands_of, targets_of, with_few_live
 from mpiad.compiling.strided_updates import StridedUpdate
 from mpiad.programs.array_program import parts_of
-from mpiad.programs.fusion import Schedule, root_of
-from mpiad.programs.loops import FIRST, Box, Known, LoopBody, LoopText, cut
+from mpiad.programs.fusion import Box, Schedule, root_of
+from mpiad.programs.loops import FIRST, Known, LoopBody, LoopText, cut
 from mpiad.programs.memory_plan import Allocation
 from mpiad.transport.devices.device_arrays import DeviceKernel, Launcher
 
@@ -148,8 +148,8 @@ class DeviceLoop(LoopText):
         boxes: list[Known] = [*[inside] * (not is_empty), *[around] * (rows is not None or edges is not None)]
         bodies = [LoopBody(self, box) for box in boxes]
         texts = [body.text() for body in bodies]
-        # For each box, the statements, in the kernel language and in C++, and the boolean variables.
-        self._bodies = [(lines, c_lines(lines, sums), body.booleans) for lines, body in zip(texts, bodies)]
+        # For each box, the statements, in the kernel language and in C++, and the body that they are from.
+        self._bodies = [(lines, c_lines(lines, sums), body) for lines, body in zip(texts, bodies)]
         self._inside = inside
         # For each box, the statements for the second entry of a thread, whose last index is `next`.
         self._seconds, loads = list[list[str]](), max([len(body.loads) for body in bodies], default=0)
@@ -158,7 +158,7 @@ class DeviceLoop(LoopText):
         is_light = shape and not self.folds and loads <= _LOADS and max(widths, default=8) <= 4
         if is_light and math.prod(shape) >= _MANY and shape[-1] >= _LONG:
             names = {f"i{len(shape) - 1}": "next"}
-            self._seconds = [c_lines(lines, (), names | {x: f"{x}_" for x in _targets(lines)}) for lines in texts]
+            self._seconds = [c_lines(lines, (), names | {x: f"{x}_" for x in targets_of(lines)}) for lines in texts]
         targets = [self.entry(*fold.place, part) for fold, part in self.folds]
         self._targets = c_lines([f"{target} = {x}" for target, x in zip(targets, sums)])
 
@@ -180,9 +180,9 @@ class DeviceLoop(LoopText):
         """
         combined = c_lines(self._combined(), [f"s{k}" for k in range(len(self.folds))])
         bodies = list[list[list[str]]]()
-        for k, (lines, texts, booleans) in enumerate(self._bodies):
+        for k, (lines, texts, body) in enumerate(self._bodies):
             pairs = [*zip(texts, *self._seconds[k : k + 1] * has_second)]
-            *before, last = self._divided(lines, pairs, booleans, is_traced)
+            *before, last = self._divided(lines, pairs, body, is_traced)
             bodies.append([*before, [*last, *combined]])
         if len(bodies) < 2:
             return bodies[0] if bodies else [[]]
@@ -193,17 +193,20 @@ class DeviceLoop(LoopText):
         return [[f"if ({' && '.join(tests)}) {{", *inside, "} else {", *outside, "}"] for inside, outside in parts]
 
     def _divided(
-        self, lines: Sequence[str], texts: Sequence[tuple[str, ...]], booleans: set[str], is_traced: bool
+        self, lines: Sequence[str], texts: Sequence[tuple[str, ...]], body: LoopBody, is_traced: bool
     ) -> list[list[str]]:
         """Return the statements of a body for each kernel; `texts`: those of each line."""
-        buffers, reads, targets = self.schedule.buffers, reads_of(lines), _targets(lines)
+        if self.parts == 1 and is_traced:
+            return [[text for each in texts for text in each]]
+        buffers = self.schedule.buffers
         roots = {root_of(buffers, b) for b in self.written}
         written = [f"{name}[" for b, name in self.buffers.items() if root_of(buffers, b) in roots]
         # What is overwritten is read before.
         first = {x for x, _, text in (line.partition(" = ") for line in lines) if any(a in text for a in written)}
         order = with_few_live(lines, first)
         if self.parts == 1:
-            return [[text for k in (sorted(order) if is_traced else order) for text in texts[k]]]
+            return [[text for k in order for text in texts[k]]]
+        reads, targets, booleans = operands_of(lines), targets_of(lines), body.booleans
         # The last kernel reads the values that are combined. Other loads than those of what is overwritten are repeated.
         last = {k: len(order) for k in order if targets[k][0] == "f"}
         last = {i: at for at, k in enumerate(order) for i in reads[k]} | last
@@ -387,11 +390,6 @@ class DeviceLoop(LoopText):
             lines.append(f"    real* between = (real*)words[{len(places) + bool(self.folds)}];")
             lines += ["#undef between", _macro("between", shape, shape[-1])]
         return lines
-
-
-def _targets(lines: Sequence[str]) -> list[str]:
-    """Return the variables and entries to which statements assign."""
-    return [line.partition(" = ")[0] for line in lines]
 
 
 def _decomposed(flat: str, lengths: Mapping[int, int]) -> list[str]:

@@ -97,7 +97,7 @@ class Item(NamedTuple):
         return "segments" if any(isinstance(source, Lookup) for source in sources) else "axes"
 
 
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # the first index, and the last index plus one, along each axis
+Box: TypeAlias = Sequence[tuple[int, int]]  # the first index, and the last index plus one, along each axis
 
 
 class Loop(NamedTuple):
@@ -106,7 +106,7 @@ class Loop(NamedTuple):
     shape: Shape
     items: tuple[Item, ...]
     inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
-    without: _Box | None = None  # a box of indices that the loop leaves out
+    without: Box | None = None  # a box of indices that the loop leaves out
 
 
 class Run(NamedTuple):
@@ -142,7 +142,7 @@ def working_in_place(node: Node) -> InPlace | None:
 LEAST_UNREAD, LEAST_SHARE, _MOST_EXCHANGES = 1 << 17, 15 / 16, 4
 
 
-def unread(node: Node, shape: Shape) -> list[tuple[int, int]]:
+def unread(node: Node, shape: Shape) -> Box:
     """Return the box that an operator doesn't read of its argument, or of a part of it, of this shape."""
     call = node.data
     layers = call.fun.in_place.reads(*call.args[1:])
@@ -542,7 +542,7 @@ class Schedule:
         targets: list[tuple[int, Place | None, bool]] = []
         places: list[Place] = []
         before = len(self.steps)
-        margins: dict[tuple[Shape, _Box], list[Item]] = {}  # items of loops, by their index spaces and boxes left out
+        margins: dict[tuple[Shape, Box], list[Item]] = {}  # items of loops, by their index spaces and boxes left out
         for n in group:
             operator, node, (x,) = self._operators[n], self.nodes[n], self.nodes[n].inputs
             rest, shape = node.data.args[1:], self.nodes[x].shape
@@ -585,9 +585,10 @@ class Schedule:
         # Reverse passes read results and arguments of the forward part, of which they keep copies.
         if len(users) != 1 or not self._is_around(users[0], n) or self.program.ends:
             return False
-        return self._exchanges <= _MOST_EXCHANGES and users[0] not in {*self._kept, *self.program.outputs}
+        is_stored = users[0] in self._kept or users[0] in self.program.outputs
+        return self._exchanges <= _MOST_EXCHANGES and not is_stored
 
-    def _margins(self, n: int, place: Place) -> Iterable[tuple[tuple[Shape, _Box], Item]]:
+    def _margins(self, n: int, place: Place) -> Iterable[tuple[tuple[Shape, Box], Item]]:
         """Yield items that store what an operator reads, with the shapes of loops and the boxes that these leave out."""
         (x,) = self.nodes[n].inputs
         node = self.nodes[x]

@@ -39,14 +39,13 @@ from mpiad.programs.array_program import (
     shifted,
     within,
 )
-from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
+from mpiad.programs.fusion import Box, Loop, Place, Schedule, nodes_read, reads_of
 
 LANES = 16
 NAME = "loop"
 _LONG = 16  # minimum length of rows that are worth vectorizing: they have a body of their own
 FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
-Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
 # The range of indices along each axis in which one expression is valid; None for axes whose indices select the expression.
 Known = Sequence[tuple[int, int] | None]
 
@@ -318,7 +317,6 @@ class LoopBody:
         self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder(single=writer.real == np.float32)
         self.loads: dict[tuple[int, IndexMap, int], int] = {}  # numbers of the parts of entries (see `LoopText.entry`)
-        self.booleans: set[str] = set()  # the boolean variables of the text
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
@@ -345,8 +343,13 @@ class LoopBody:
                 text = writer.entry(buffer, map, part, self.box)
                 loads.append(f"{x}{place} = {self._converted(buffer, text)}")
         loads += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in inputs]
-        self.booleans = {f"{v}{i}" for i, is_boolean in enumerate(lowered(program).booleans) if is_boolean}
+        self._program, self._prefix = program, v
         return loads + lines(program, names, targets, dtype=writer.real, prefix=v)
+
+    @property
+    def booleans(self) -> set[str]:
+        """The boolean variables of the text, once it has been written."""
+        return {f"{self._prefix}{i}" for i, is_boolean in enumerate(lowered(self._program).booleans) if is_boolean}
 
     def _converted(self, buffer: int, text: str) -> str:
         dtype, real = self.writer.schedule.buffers[buffer].dtype, self.writer.real

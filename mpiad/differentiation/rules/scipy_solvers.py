@@ -203,6 +203,7 @@ def _with_keywords(fun: Primitive, names: list[str], is_standard: bool) -> Funct
         value = fun((named[names[0]] - loc) / scale, *[named[name] for name in names[1:]])
         return value - anp.log(scale) if fun.__name__ == "logpdf" else value / scale if fun.__name__ == "pdf" else value
 
+    function.in_place_of = fun  # type: ignore[attr-defined]  # for fingerprints, which don't change by the binding
     return function
 
 
